@@ -102,9 +102,11 @@ def _defined_by(text: str | None) -> FusionDefinition:
 
 
 def _refused_call(given: int, named: Mapping[str, object]) -> ArgumentError:
-    """Returns the error for a call of `execute` with several inputs, or with an unknown option.
+    """Returns the error for a call of `execute` with arguments that `execute` does not accept.
 
-    `given` is the number of positional inputs, and `named` has the unknown keyword arguments.
+    There are two cases: inputs are passed one by one, as `execute(a, b)`, instead of in one list,
+    `execute([a, b])`; or a keyword is not the name of an option. `given` is the number of
+    positional inputs, and `named` has the unknown keyword arguments.
     """
     options = ("device", "save_repro_inputs", "_enable_options", "_disable_options")
     name = next((n for n in named if advice_on_nvfuser("fd.execute", n)), next(iter(named), ""))

@@ -90,8 +90,8 @@ ClassKey = tuple[Communicator, Settings, Hashable]
 class FusionExecutorCache(Watching, Inspection):
     """The compiled programs of one fusion, one program for each class of inputs.
 
-    A class of inputs has the facts about inputs that change the program, such as dtypes and memory
-    layouts. Running never changes the fusion.
+    Two lists of inputs belong to the same class if they agree in everything on which the program
+    depends, such as dtypes and memory layouts. Running never changes the fusion.
     """
 
     @partial(checked, name="FusionExecutorCache")
@@ -298,11 +298,12 @@ class FusionExecutorCache(Watching, Inspection):
     def _others_turn(
         self, declined: Steady, inputs: Iterable[object], *others: object
     ) -> list[torch.Tensor] | None:
-        """Runs the program by the compiled runner (a C function) of another kind of inputs, after
-        the runner `declined` has rejected these inputs.
+        """Tries to run the program by a compiled runner (a C function) other than `declined`, which
+        has just rejected these inputs.
 
-        Returns None if no runner accepts the inputs. The other runner is found by the shape of the
-        first input. A runner that has rejected inputs too often is dropped.
+        Each runner accepts inputs of one kind (shapes, strides, dtypes). The other runner is found
+        by the shape of the first input. Returns None if there is no other runner, or if that runner
+        rejects the inputs, too. If `declined` has rejected inputs too often, it is dropped.
         """
         call = self._latest
         is_over = declined.declined > MAX_DECLINED or declined.is_dropped
@@ -566,8 +567,11 @@ class FusionExecutorCache(Watching, Inspection):
         device: torch.device,
         settings: Settings,
     ) -> BoundProgram:
-        """Finds or builds the program for a class of inputs, and creates the evaluator that runs it
-        on this rank.
+        """Finds or builds the program for a class of inputs, and creates the evaluator that runs
+        the program on this rank (process of the job).
+
+        Inputs of one class agree in everything on which the program depends, such as dtypes and
+        memory layouts.
         """
         program, overlaps = self._program(input_class, communicator, device, settings)
         evaluator = ProgramEvaluator(
@@ -588,10 +592,11 @@ class FusionExecutorCache(Watching, Inspection):
         device: torch.device,
         settings: Settings,
     ) -> tuple[Program, Overlaps | NoOverlap]:
-        """Finds or builds the program for a class of inputs.
+        """Finds or builds the program for a class of inputs, which agree in everything on which the
+        program depends, such as dtypes and memory layouts.
 
         Also returns the object that decides which matmuls and communications run at the same time.
-        The job may have fewer ranks than the program needs, because nothing runs.
+        The job may have fewer ranks (processes) than the program needs, because nothing runs.
         """
         # Before the cache's lock is taken, because it may open connections.
         backend = self._params.backend or (
@@ -630,11 +635,13 @@ class FusionExecutorCache(Watching, Inspection):
         texts: list[Dump],
         overlaps: Overlaps | NoOverlap,
     ) -> Program:
-        """Compiles this definition to a host program (launches, communications, allocations), for a
-        class of inputs and the communication library `backend`.
+        """Compiles this definition to a host program (launches, communications, allocations).
 
-        `overlaps` decides which matmuls and communications run at the same time. The dumps that
-        were asked for are appended to `texts`.
+        - `input_class` has the facts about inputs on which the program depends, such as dtypes and
+          memory layouts.
+        - `backend` is the name of the communication library.
+        - `overlaps` decides which matmuls and communications run at the same time.
+        - The dumps that the user asked for are appended to the list `texts`.
         """
         label = self._label + (f", program {self._built}" if self._built else "")
         self._built += 1
@@ -766,9 +773,9 @@ def overlaps_of(
     """Returns the object that decides which matmuls and communications of a program run at the same
     time (overlap).
 
-    All programs with the key `key` share this object. CPU ranks (processes on a CPU) cannot run two
-    streams at the same time. For them, overlap is therefore considered only with the option
-    `machine` or `steps`.
+    All programs with the key `key` share this object. A CPU rank (a process on a CPU) cannot run
+    two streams at the same time. On CPU ranks, the object therefore allows overlap only if the
+    option `machine` or `steps` is set.
     """
     devices = requested_devices(fusion)
     if why := _why_not(fusion, devices, settings, params):
@@ -862,8 +869,8 @@ class _Constant:
 
 @dataclass
 class _Alike:
-    """The numbers in programs that are equal except for these numbers, and whether a warning about
-    this was issued.
+    """The numbers in compiled programs that differ from each other only in these numbers, and
+    whether the user was warned about such programs.
     """
 
     seen: dict[tuple[Number, ...], tuple[_Constant, ...]] = field(default_factory=dict)

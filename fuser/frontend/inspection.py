@@ -238,10 +238,10 @@ class Inspection:
         return scheduled_ir(call.bound, given, tensor_transforms=tensor_transforms)
 
     def _call_like(self, inputs: Sequence[Argument]) -> CallCacheEntry | None:
-        """Returns the cache entry of an earlier call whose inputs had the shapes, strides, dtypes
-        and devices of these, or None.
+        """Returns the cache entry of an earlier call whose inputs had the same shapes, strides,
+        dtypes and devices as `inputs`, or None.
 
-        A call without options is preferred.
+        If there are several such calls, a call without options is preferred.
         """
         signature, here = signature_of(self._completed(inputs), self._free), Communicator.instance()
         call = self._by_signature.recall((here, self._settings, None, signature))

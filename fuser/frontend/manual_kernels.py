@@ -142,9 +142,9 @@ class KernelExecutor:
         compile_params: CompileParams | None,
     ) -> None:
         """Compiles the kernel for inputs like these, if necessary, and checks the launch and
-        compile parameters.
+        compile parameters that the user passed.
 
-        It is an error if they contradict the compiled kernel or its launch.
+        The check raises an error if the parameters contradict the compiled kernel or its launch.
         """
         assert self._executor is not None
         (compile_params or CompileParams()).check()

@@ -333,11 +333,11 @@ class CallCacheEntry:
         return f"{why}; asked again in {self.runs_left} call(s)"
 
     def drop_fast_path(self, declined: Steady) -> None:
-        """Drops the compiled runner (a C function that repeats calls with such inputs), because it
-        no longer accepts them. `declined` is the runner.
+        """Drops `declined`, the compiled runner for such inputs (a C function that repeats calls).
 
-        A runner that was used often is soon replaced by a new one. Two events can make a runner
-        invalid: an error frees the buffer of intermediates, or a larger program moves this buffer.
+        The runner has rejected too many calls because they had other inputs, or has become invalid.
+        A runner is invalid after an error has freed the buffer of intermediates, or after a larger
+        program has moved this buffer. If the runner was used often, a new runner is soon prepared.
         """
         why = "too many calls had other inputs, a run failed, or a larger program moved the memory"
         self.steady, self.why_not = None, why

@@ -164,8 +164,11 @@ class _Writer:
         self._made(_statement_of(op), op.outputs)
 
     def _made(self, call: PythonCall, results: Sequence[TensorView]) -> None:
-        """Appends the Python statement `call`, which creates the tensors `results`, and the
-        declarations of equal sizes that follow those tensors.
+        """Appends to the generated program the statement `call`, which creates the tensors
+        `results`.
+
+        After the statement, the declarations of equal sizes follow that the user wrote directly
+        after creating these tensors.
         """
         text = self._call(call)
         for out in results:
@@ -176,8 +179,10 @@ class _Writer:
             self._declare(out)
 
     def _factored(self, found: Factored) -> None:
-        """Appends the statements of a split reduction: the whole reduction, and the `rfactor` calls
-        that split it.
+        """Appends to the generated program the statements of a reduction that was split by
+        `rfactor`.
+
+        First comes the whole reduction, and then the `rfactor` calls that split it.
         """
         call = _statement_of(found.ops[0])
         dims = {"dims": found.dims} if "dims" in call.kwargs else {}
@@ -193,17 +198,19 @@ class _Writer:
             self._declare(step.made)
 
     def _declare(self, after: TensorView | None) -> None:
-        """Appends the declarations of equal sizes that the user wrote directly after creating the
-        tensor `after`.
+        """Appends to the generated program the declarations of equal sizes that the user wrote
+        directly after creating the tensor `after`.
         """
         for said in self._declared.pop(after, ()):
             a, b = self.text(said.a), self.text(said.b)
             self._add(f"fd.fusion.declare_extents({a}, {b})")
 
     def _outputs(self) -> None:
-        """Appends the `add_output` statements in the order of the outputs.
+        """Appends to the generated program the `add_output` statements, in the order of the
+        outputs.
 
-        If a tensor updates an input and is an output too, the update is first.
+        A tensor may both update an input and be an output. The statement for the update then comes
+        first.
         """
         updated: set[TensorView] = set()
         for out in self._fusion.outputs:
@@ -260,8 +267,10 @@ class _Writer:
 
     # ------------------------------------------------------------ scalars
     def _scalar(self, x: Scalar) -> str:
-        """Returns the name of the Python variable, or the literal, of a scalar. Statements that
-        create the scalar are appended first.
+        """Returns the name of the Python variable, or the literal, of a scalar.
+
+        If the scalar has no variable yet, the statements that create it are first appended to the
+        generated program.
         """
         for y in postorder(x, lambda s: s in self._scalars or _is_literal(s)):
             self._write_scalar(y)
@@ -309,8 +318,8 @@ class _Writer:
         return f"fd.ops.{name}({', '.join(args)})"
 
     def _sum(self, x: Poly) -> None:
-        """Appends the statements that compute a polynomial: products of its factors, then the sum
-        of these products.
+        """Appends to the generated program the statements that compute a polynomial: first the
+        products of its factors, then the sum of these products.
         """
         total: Scalar | None = None
         for atoms, coefficient in x.terms:
@@ -338,10 +347,12 @@ class _Writer:
     def _step(
         self, name: str, make: Callable[[Scalar, Scalar], Scalar], a: Scalar, b: Scalar
     ) -> Scalar:
-        """Appends the Python statement of an op on two scalars, unless its result has a name
-        already, and returns the result.
+        """Returns the result of an op on the scalars `a` and `b`, and gives the result a Python
+        variable.
 
-        `name` is the op in `fd.ops`; `make` creates its result.
+        If the result has no variable yet, the statement that creates it is appended to the
+        generated program. `name` is the op in `fd.ops`, and `make` creates the result from `a` and
+        `b`.
         """
         made = make(a, b)
         if made not in self._scalars:
@@ -450,9 +461,10 @@ def _ops(name: str, *args: object, **kwargs: object) -> PythonCall:
 
 
 def _filled(value: Scalar | None) -> object:
-    """Returns a finite constant as a Python number. Returns any other scalar unchanged.
+    """Returns a number operand of an op, such as the value of a `full`, in a form for Python text.
 
-    The op converts a number to its own dtype, so the constant's dtype need not be part of the text.
+    A finite constant becomes a Python number. The op converts a number to the dtype that it needs,
+    so the text need not contain the dtype of the constant. Any other scalar is returned unchanged.
     """
     if isinstance(value, Const) and cmath.isfinite(value.value):
         return value.value
@@ -756,9 +768,11 @@ class ScheduleText:
         self._ends = {*fusion.inputs, *fusion.outputs}
 
     def write(self) -> list[str]:
-        """Appends the statements of all tensors.
+        """Appends to the generated program the statements that place tensors on devices and
+        schedule them.
 
-        Returns the names that the generated program must import from the package.
+        Examples are calls of `shard`, `split` and `parallelize`. Returns the names that the program
+        must therefore import from the package.
         """
         tensors = self._fusion.tensors()
         for tv in tensors:
@@ -791,8 +805,10 @@ class ScheduleText:
         self._line(f"{name}.set_device_mesh({mesh})" if is_set else f"{name}.mesh = {mesh}")
 
     def _mesh_name(self, mesh: DeviceMesh) -> str:
-        """Returns the name of the Python variable for a mesh. At the first use of the mesh, its
-        definition is appended.
+        """Returns the name of the Python variable for a mesh.
+
+        At the first use of the mesh, the statement that defines the variable is appended to the
+        generated program.
         """
         name = self._meshes.get(mesh)
         if name is None:
@@ -868,8 +884,8 @@ class _TensorText:
         self._handles: dict[int, str] = {}
 
     def write(self) -> None:
-        """Appends all Python statements that set the loops, parallel types and layout of the
-        tensor.
+        """Appends to the generated program the statements that set the loops, parallel types and
+        memory layout of the tensor.
         """
         parallel = [a for a in self._domain.axes.values() if a.ptype is not ParallelType.serial]
         needed = {a.number for a in parallel} | {*self._domain.allocation_numbers}
@@ -889,8 +905,9 @@ class _TensorText:
         self._layout()
 
     def write_layout(self) -> None:
-        """Appends only the statement for the memory layout, for a tensor whose loop axes are
-        already final.
+        """Appends to the generated program only the statement that sets the tensor's memory layout.
+
+        It suffices for a tensor of which one `shard` call has already created all loop axes.
         """
         self._loop = [*self._domain.loop_numbers]
         self._layout()
@@ -927,10 +944,10 @@ class _TensorText:
         yield "get_root_domain()", self._domain.root_numbers
 
     def _keep(self, number: int) -> None:
-        """Appends a statement that stores an axis in a variable, because a split or merge is about
-        to remove it from the tensor.
+        """Appends to the generated program a statement that stores an axis in a variable.
 
-        `number` is the axis number (id). Later statements can name the axis only by this variable.
+        The next statement splits or merges this axis, which removes it from the tensor. Later
+        statements can name the axis only by the variable. `number` is the axis number (id).
         """
         if number in self._handles or any(number in view for _, view in self._views()):
             return
@@ -1052,7 +1069,13 @@ def factored_reductions(fusion: Fusion) -> dict[TensorOp, Factored]:
 
 def _factored(ops: Sequence[TensorOp]) -> Factored:
     """Returns the reduction that `rfactor` calls have split into several ops, of which `ops[0]` is
-    the first. Later ops in `ops` may belong to it.
+    the first.
+
+    The other ops of the reduction are found among the later entries of `ops`, each of which may
+    also be any other op.
+
+    Raises:
+        UnsupportedError: the ops do not have the form that `rfactor` calls create.
     """
     first = ops[0].out_tensor
     roots = {n: k for k, n in enumerate(first.domain.root_numbers)}
@@ -1088,8 +1111,9 @@ def _kept(out: TensorView, origins: Sequence[int | None]) -> list[int | None]:
 def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
     """Returns the `rfactor` calls that create the ops `chain` of a split reduction.
 
-    The ops form groups, each of which begins with an op that splits its axes itself. The first call
-    for a group is on the whole reduction. Each further call is on the result of the call before.
+    An op of `chain` whose result has splits of its own begins a group of ops; the other ops of the
+    group reduce further axes of its result. The first call for a group is made on the whole
+    reduction. Each further call for the group is made on the result of the call before.
     """
     whole = chain[-1].out_tensor
     parts = [op.out_tensor for op in chain[:-1]]

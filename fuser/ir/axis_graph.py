@@ -204,8 +204,8 @@ class AxisGraph:
         return self._fusion.canonical(self._axes[number].size)
 
     def _keys(self, t: Transform) -> tuple[tuple[object, ...], ...]:
-        """Returns keys of a transform, such as a split. Transforms with a common key count as
-        equal.
+        """Returns keys of a transform, such as a split. Two transforms are equal if they have a
+        common key.
 
         Subclasses may add keys.
         """
@@ -255,7 +255,8 @@ class AxisGraph:
 
 
 class ConcretizedGraph(AxisGraph):
-    """An axis graph in which a broadcast axis counts as the axis along which an op repeats it.
+    """An axis graph in which a broadcast axis and the axis along which an op repeats it are the
+    same.
 
     Two splits by the same factor, or two merges, of axes in one class also have results in one
     class. Unlike in `AxisGraph`, the extents of these axes need not be equal.

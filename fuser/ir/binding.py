@@ -32,7 +32,7 @@ Values = dict[Symbol, Number]
 class _Axis:
     """One axis of an input: its position, its extent, and over how many devices it is split.
 
-    In the extent, each symbol is replaced by the one symbol that stands for all equal ones.
+    If several symbols are known to be equal, the extent contains the same symbol for all of them.
     """
 
     tv: TensorView
@@ -378,10 +378,10 @@ def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:
 
 
 def _counted(text: PythonText, x: Scalar) -> str:
-    """Returns the Python expression for an extent, converted to an int if necessary.
+    """Returns a Python expression for the extent `x`, converted to an int if necessary.
 
-    It is part of a function that is compiled from `text`. The symbols of the extent must have
-    variables there.
+    The expression becomes a part of the function whose text is `text`. The caller ensures that this
+    function has variables for the symbols of the extent.
     """
     return text.name(x) if isinstance(x, Symbol | Const) else f"int({text.name(x)})"
 
@@ -565,9 +565,10 @@ _LISTS = frozenset((list, tuple))
 
 
 class Contents:
-    """Checks of a call's arguments that its cache key (`signature_of`) cannot replace.
+    """Checks of a call's arguments that must be repeated in each call.
 
-    They concern the memory of tensors and the ranges of numbers.
+    A cache key (`signature_of`) identifies the shapes and dtypes of arguments. These checks concern
+    what the key does not contain: the memory of tensors and the ranges of numbers.
 
     - The *places* of the arguments are the memory addresses of the tensors with elements, modulo
       `nbytes`, because kernels depend on the alignment. If all remainders are 0, the places are ().
@@ -633,9 +634,10 @@ class Contents:
     def glance(self, arguments: Sequence[object]) -> Callable[[Any], tuple[int, ...] | None] | None:
         """Compiles a fast version of `check`, or returns None if some argument is a number.
 
-        The compiled function takes the arguments of a call and returns their places, as `check`
-        does. It returns None if the arguments may need another program than `arguments`, or if
-        `check` would raise an error. The caller then takes the slow way.
+        The compiled function takes the arguments of a call and returns their places (see the
+        class), as `check` does. It returns None if the arguments may need another program than
+        `arguments`, or if `check` would raise an error. The caller then looks up the program by
+        `signature_of`.
         """
         tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
         are_alike = class_check(tensors)

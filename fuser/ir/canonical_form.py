@@ -27,11 +27,12 @@ Rename = Callable[[Scalar], Scalar]
 
 @record
 class CanonicalForm:
-    """A fusion without its numbers. Fusions with equal keys are equal and need the same kernels.
+    """A key that describes a fusion, whatever the numbers of its tensors, axes and symbols are.
 
-    `tensors` has the numbers of the tensors, and `symbols` the symbols, of the fusion from which
-    the form was made. Both are in the order in which the form numbers them: entry k of two equal
-    fusions is the same tensor. A result for one fusion can thus be used for the other.
+    Fusions with equal keys need the same kernels. `tensors` has the numbers of the tensors, and
+    `symbols` the symbols, of the fusion from which the key was made. Both tuples have an order that
+    depends on the key only. If two fusions have equal keys, entry k of both is therefore the same
+    tensor, and a result for one fusion can be used for the other.
     """
 
     key: Hashable

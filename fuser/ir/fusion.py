@@ -76,8 +76,8 @@ class TensorView:
 
     `ndim`, `size` and `shape` describe the logical axes: the axes that users see, without reduction
     axes. `axis`, `split`, `merge`, `reorder` and `rfactor` number the loop axes, which become loops
-    and threads of a kernel; reduction axes are included. Scheduling replaces the immutable
-    attribute `domain`, which stores both, and never the TensorView object.
+    and threads of a kernel; reduction axes are included. The attribute `domain` stores all axes. It
+    is immutable: scheduling replaces it by a new one, but never replaces the TensorView object.
     """
 
     def __init__(
@@ -533,9 +533,10 @@ class TensorView:
 
     @checked
     def cache_fork(self) -> TensorView:
-        """Makes a copy of this output the output instead, and returns the copy.
+        """Adds a copy of this output tensor, makes the copy an output in its place, and returns the
+        copy.
 
-        The ops that read this tensor still do so, but it is no output any more. Then it need not be
+        The ops that read this tensor still read it. As it is no output any more, it need not be
         stored in global memory.
         """
         return PRIMITIVES["cache_fork"](self)
@@ -684,9 +685,10 @@ class Alias:
 class Declared:
     """A statement that the sizes `a` and `b` are equal, which does not follow from any op.
 
-    It was made after the op that defines `after`, or before the first op if `after` is None.
-    `by_output` is True if the user did not write it, but an update of an input needs it: the output
-    and the input that it is written into must have equal shapes.
+    The statement comes after the op that computes the tensor `after`, or before the first op if
+    `after` is None. `by_output` is False if the user wrote the statement. It is True if the
+    statement follows from an update in place, because the output and the updated input have equal
+    shapes.
     """
 
     after: TensorView | None
@@ -1114,17 +1116,18 @@ class Fusion:
 
     # ------------------------------------------------------------ extents
     def unify_extents(self, a: Scalar, b: Scalar, reason: str = "") -> None:
-        """Stores that two extents are equal. Afterwards, `canonical` returns the same for both.
+        """Stores that two extents are equal. Afterwards, `canonical` returns the same extent for
+        both.
 
-        `reason` describes who requires the equality, such as an op. It is shown if the sizes of a
-        call contradict it.
+        `reason` describes who requires the equality, such as an op. The reason is a part of the
+        error message if the sizes of a call contradict the equality.
         """
         self.extents.unify(a, b, reason)
 
     def declare_extents(self, a: ScalarLike, b: ScalarLike, reason: str = "") -> None:
         """Stores that two extents are equal because the user says so, although no op implies it.
 
-        `reason` is shown if the sizes of a call contradict this.
+        `reason` is a part of the error message if the sizes of a call contradict the equality.
         """
         self._declare(as_scalar(a), as_scalar(b), reason, by_output=False)
 

@@ -195,7 +195,9 @@ def _strides(
 
 
 def _no_gaps(axis: IterDomain) -> Scalar:
-    """Raises `AssertionError`, because it is called for an axis with gaps where none exist."""
+    """Raises `AssertionError`. This function is passed to `_strides` for tensors without gaps,
+    where a function that returns the stride of an axis with gaps is never called.
+    """
     raise AssertionError(
         f"internal error: axis {axis} is declared non-contiguous, but its tensor has no gaps in "
         "memory. Please report this definition"
@@ -296,9 +298,10 @@ class LayoutClasses:
 
 
 def stored_part(tv: TensorView, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the view of `tensor` that has each of its elements in memory only once.
+    """Returns a view of `tensor` in which no element is repeated: one view element per element of
+    memory.
 
-    It has one element along an axis that `tv`, the tensor's declaration, declares as expanded.
+    Along an axis that `tv`, the declaration of the tensor, expands, the view has one element.
     """
     for axis in expanded_positions(tv):
         tensor = tensor.narrow(axis, 0, min(tensor.size(axis), 1))

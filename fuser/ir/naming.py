@@ -34,10 +34,11 @@ def axis_words(tv: TensorView, axis: IterDomain) -> str:
 
 
 def misfit_of_mesh(tv: TensorView, axis: IterDomain, extent: int) -> str:
-    """Returns the message for a device axis of extent `extent` that the tensor's mesh cannot hold.
+    """Returns the message about an axis that is split over a mesh dimension which does not fit.
 
-    Either the mesh lacks the dimension, or its number of devices there is not the extent. The
-    message says how to cut the axis, if the user put another axis on the devices by mistake.
+    Either the mesh of `tv` does not have this dimension, or the dimension has another number of
+    devices than `extent`, the extent of the axis. In the second case, the user may have
+    parallelized the wrong axis, and the message says which calls split it correctly.
     """
     mesh, ptype = tv.mesh, axis.ptype
     assert mesh is not None, f"{tv} has no mesh"
@@ -57,9 +58,10 @@ def misfit_of_mesh(tv: TensorView, axis: IterDomain, extent: int) -> str:
 
 
 def _how_to_cut(domain: TensorDomain, axis: IterDomain, count: int) -> str:
-    """Returns the end of a message: the calls that cut an axis over `count` devices.
+    """Returns the end of a message: the calls that split the right axis over `count` devices.
 
-    Returns "" for the outer part of a split, whose factor is wrong.
+    `axis` is the axis that was parallelized by mistake. Returns "" if `axis` is the outer result of
+    a split. Then the axis is the right one, and the split has a wrong factor.
     """
     numbers = [a.number for a in domain.loop]
     split = next((t for t in domain.splits.values() if t.inner == axis.number), None)
@@ -101,9 +103,10 @@ def in_words(text: str, tensors: Iterable[TensorView]) -> tuple[str, list[str]]:
 
 
 def _positions(domain: TensorDomain, number: int) -> set[int]:
-    """Returns the positions of those axes that users see from which axis `number` is derived.
+    """Returns the positions of the axes from which axis `number` is derived by splits and merges.
 
-    Reduction axes are not counted. The set is empty if there are no such axes.
+    These are axes that users see, counted without reduction axes. The set is empty if axis `number`
+    is derived from no such axis.
     """
     logical = [a.number for a in domain.no_reductions]
     if number in logical:

@@ -206,10 +206,11 @@ class Op:
         return replace(self, **changes)
 
     def located(self, where: str) -> Self:
-        """Returns the op with `where` as the user's line, if the op has results and no line yet.
+        """Returns the op with the user's source line `where`, if the op has results and no line
+        yet.
 
-        The same applies to the ops nested in it. A pass calls this method for the ops that it adds,
-        so that they have the line of the user's op that needs them.
+        Ops that are nested in this op get the line by the same rule. A pass calls this method for
+        the ops that it adds, so that they have the line of the user's op that needs them.
         """
         regions = {
             name: tuple(op.located(where) for op in getattr(self, name))

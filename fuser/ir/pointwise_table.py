@@ -274,17 +274,17 @@ def _div(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
 
 
 def _fmod(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
-    """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
+    """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
     return _where_divisible(torch.fmod, lhs, rhs, torch.clone)
 
 
 def _remainder(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
-    """Returns lhs % rhs with the sign of rhs. An integer % 0 is itself."""
+    """Returns lhs % rhs with the sign of rhs. Integers: lhs % 0 = lhs."""
     return _where_divisible(torch.remainder, lhs, rhs, torch.clone)
 
 
 def _pow(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
-    """Returns lhs ** rhs. An integer wraps, and to a negative power is 0 unless it is 1 or -1."""
+    """Returns lhs ** rhs. Integers wrap; for rhs < 0 they give 0, unless lhs is 1 or -1."""
     if lhs.dtype is torch.bool:
         return torch.pow(lhs.int(), rhs.int()).bool()
     found = torch.pow(lhs, rhs)

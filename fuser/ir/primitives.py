@@ -100,9 +100,10 @@ def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set)
 
 
 def cache_fork(tv: TensorView) -> TensorView:
-    """Makes a copy of the output `tv` the output instead, and returns the copy.
+    """Adds a copy of the output `tv`, makes the copy an output in place of `tv`, and returns the
+    copy.
 
-    The ops that read `tv` still do so, but it is no output any more. Then it need not be stored in
+    The ops that read `tv` still read it. As `tv` is no output any more, it need not be stored in
     global memory.
 
     Raises:
@@ -255,10 +256,11 @@ def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
 def _connected(
     domain: TensorDomain, history: Sequence[Transform], listed: set[int]
 ) -> frozenset[int]:
-    """Returns the numbers of all axes that splits or merges connect with the loop axes `listed`.
+    """Returns the numbers of the loop axes `listed`, and of all axes that are connected with them.
 
-    `history` has the transforms from the axes that users see to the loop axes. The connection may
-    take several of them. rfactor needs it, because these axes must be computed together.
+    Two axes are connected if a chain of splits and merges in `history` leads from one to the other.
+    `history` has the splits and merges from the axes that users see to the loop axes. An rfactor
+    computes connected axes together.
     """
     found = set(listed)
     changed = True
@@ -299,10 +301,11 @@ def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
 
 
 def _kept_contiguity(old: TensorDomain, logical: tuple[IterDomain, ...]) -> tuple[bool | None, ...]:
-    """Returns the flags of the axes `logical`, which say that an axis has no gaps in memory.
+    """Returns the contiguity flags of a tensor after an rfactor: whether each axis has no gaps in
+    memory.
 
-    `old` are the axes of the tensor before an rfactor, and `logical` those after it. Axes that are
-    not reduced keep their flags. A reduction axis has None.
+    `old` are the axes of the tensor before the rfactor, and `logical` those after it. Axes that are
+    not reduced keep their flags. The flag of a reduction axis is None.
     """
     flags: Mapping[int, bool | None] = dict(
         enumerate(

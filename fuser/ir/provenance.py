@@ -55,12 +55,13 @@ class Origin:
     """The reason for one fact about a tensor: its mesh, the split of an axis, or its placement.
 
     - `tensor` is the number of the tensor.
-    - `what` is the kind of fact. A "cut" is the split of one axis over a mesh dimension or a stream
-      loop. A "placement" is how all axes are distributed.
+    - `what` is the kind of fact. A "cut" is the split of one axis over a mesh dimension, or over
+      the iterations of a loop that run on different CUDA streams. A "placement" is how all axes are
+      distributed.
     - `how` is the kind of reason, such as "user" or "forward" (from an operand to a result).
     - `source` is the number of the tensor from which the fact was derived, through the op `op`.
     - `where` is the user's line of that op.
-    - `ptype` is the mesh dimension, or the stream type, of a cut.
+    - `ptype` is the parallel type of a cut: a mesh dimension, or a type for streams.
     - `axis` is the axis of a cut, counted as in torch, or None for an axis that is summed over.
     - `result` is the number of the op's result, if the fact is about an operand of the op.
     """

@@ -16,7 +16,8 @@ def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
     - Contiguity has one flag per axis in memory order. The flag is None exactly for broadcast and
       reduction axes.
     - Loop axes, and axes in memory order, are derived from the axes that users see.
-    - A tensor has at most one axis per mesh dimension or stream type.
+    - A tensor has at most one axis for each mesh dimension, and for each parallel type of loops
+      over CUDA streams.
 
     Raises:
         VerifyError: a rule is broken. The message names the pass, the op and the rule.

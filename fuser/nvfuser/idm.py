@@ -70,7 +70,9 @@ class IdModel:
 
     @checked
     def maybe_build_graph(self, mode: IdMappingMode) -> ValGraph:
-        """Returns the graph of a mode. The first call for a mode builds its graph.
+        """Returns the graph of mapped axes for one mode, such as "is the same axis".
+
+        The first call for a mode builds its graph.
 
         Raises:
             UnsupportedError: the mode is `loop`.
@@ -91,7 +93,11 @@ class IdModel:
 
 
 class ValGraph:
-    """The sets of mapped axes of a fusion in one mode. `IdModel.maybe_build_graph` creates it."""
+    """The sets of axes of a fusion that are mapped to each other in one mode, such as "is the same
+    axis".
+
+    `IdModel.maybe_build_graph` creates the object.
+    """
 
     def __init__(self, fusion: Fusion, mode: IdMappingMode) -> None:
         self._fusion, self.mode = fusion, mode
@@ -175,9 +181,11 @@ Pairs = Iterator[tuple[int, int]]
 
 
 def _trivial(domain: TensorDomain) -> Pairs:
-    """Yields pairs of axes that a split or merge with an axis of extent 1 leaves equal.
+    """Yields pairs of axis numbers for each split and merge that changes nothing, because one of
+    its two parts has extent 1.
 
-    A pair has the axis numbers before and after the split or merge.
+    A pair has the whole axis (the axis that is split, or the result of the merge), and the other
+    part, which has the same extent.
     """
     for t in domain.transforms:
         match t:
@@ -196,10 +204,11 @@ def _is_one(domain: TensorDomain, number: int) -> bool:
 
 
 def _forwarded(domain: TensorDomain) -> Pairs:
-    """Yields pairs of axes: the merge of a broadcast axis with a concrete axis, and that concrete
-    axis.
+    """Yields pairs of axis numbers for each merge of a broadcast axis with an axis that is no
+    broadcast.
 
-    Axes are given by their numbers.
+    A pair has the result of the merge, and the axis that is no broadcast. Both iterate over the
+    same elements.
     """
     for t in domain.transforms:
         if isinstance(t, MergeTransform):

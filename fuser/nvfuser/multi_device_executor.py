@@ -56,8 +56,8 @@ class MultiDeviceExecutorParams:
     """Options of a `MultiDeviceExecutor`, with nvFuser's names and defaults.
 
     - `backend_type`: the transport between ranks.
-    - `number_of_streams`: the number of streams over which stream loops distribute their
-      iterations.
+    - `number_of_streams`: the number of CUDA streams that a loop uses if its iterations run on
+      several streams.
     - `use_allocation_cache`: has no effect. Buffers inside a program are always reused by the next
       run, and outputs are never overwritten.
 
@@ -156,7 +156,8 @@ class MultiDeviceExecutor:
     def _samples(self) -> list[Argument]:
         """Returns sample inputs, from which a host program can be compiled before the first run.
 
-        Their sizes are multiples of all mesh dimensions.
+        The unknown sizes are multiples of the sizes of all meshes, so that each mesh splits them
+        evenly.
         """
         fusion = self._cache.fusion()
         parts = {n for tv in fusion.tensors() if tv.mesh is not None for n in tv.mesh.shape}

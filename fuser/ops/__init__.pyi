@@ -234,23 +234,23 @@ def div(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs / rh
 @overload
 def div(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs / rhs, truncated for integers. An integer / 0 is -1 (an error for scalars)."""
 @overload
-def mod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
+def mod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
 @overload
-def mod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
+def mod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
 @overload
-def mod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
+def mod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
 @overload
-def fmod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
+def fmod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
 @overload
-def fmod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
+def fmod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
 @overload
-def fmod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
+def fmod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
 @overload
-def remainder(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs % rhs with the sign of rhs. An integer % 0 is itself."""
+def remainder(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs % rhs with the sign of rhs. Integers: lhs % 0 = lhs."""
 @overload
-def remainder(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs % rhs with the sign of rhs. An integer % 0 is itself."""
+def remainder(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs % rhs with the sign of rhs. Integers: lhs % 0 = lhs."""
 @overload
-def remainder(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs % rhs with the sign of rhs. An integer % 0 is itself."""
+def remainder(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs % rhs with the sign of rhs. Integers: lhs % 0 = lhs."""
 @overload
 def complex(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Computes the complex numbers lhs + i * rhs from two tensors or two scalars."""
 @overload
@@ -258,11 +258,11 @@ def complex(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Computes the
 @overload
 def complex(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Computes the complex numbers lhs + i * rhs from two tensors or two scalars."""
 @overload
-def pow(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs ** rhs. An integer wraps, and to a negative power is 0 unless it is 1 or -1."""
+def pow(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs ** rhs. Integers wrap; for rhs < 0 they give 0, unless lhs is 1 or -1."""
 @overload
-def pow(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs ** rhs. An integer wraps, and to a negative power is 0 unless it is 1 or -1."""
+def pow(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs ** rhs. Integers wrap; for rhs < 0 they give 0, unless lhs is 1 or -1."""
 @overload
-def pow(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs ** rhs. An integer wraps, and to a negative power is 0 unless it is 1 or -1."""
+def pow(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs ** rhs. Integers wrap; for rhs < 0 they give 0, unless lhs is 1 or -1."""
 @overload
 def maximum(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """As `torch.maximum`."""
 @overload

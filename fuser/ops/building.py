@@ -131,10 +131,10 @@ def as_extent(
 
 
 def check_offsets(name: str, field: str, tv: TensorView) -> None:
-    """Raises `DtypeError` unless `tv` has one axis and the dtype Int32. It must be the list of
-    positions at which groups of rows begin or end.
+    """Raises `DtypeError` unless `tv` has one axis and the dtype Int32.
 
-    `name` is the op and `field` the argument, for the message.
+    Such a tensor lists the positions at which groups of rows begin or end. `name` is the op and
+    `field` the argument, for the message.
     """
     if tv.dtype() is not DataType.Int32 or tv.ndim != 1:
         raise DtypeError(
@@ -474,9 +474,10 @@ def declare_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
 
 
 def _may_match(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> bool:
-    """Whether it must still be recorded that two sizes are equal. False if this is known already.
+    """Returns True if two sizes may be equal, but the fusion does not know yet that they are.
 
-    Raises `DefinitionError` for two different constants. `what` names op and tensors.
+    The caller then records the equality. Raises `DefinitionError` for two different constants.
+    `what` names op and tensors.
     """
     x, y = fusion.canonical(a), fusion.canonical(b)
     if isinstance(x, Const) and isinstance(y, Const) and x != y:

@@ -112,11 +112,11 @@ def _make(name: str) -> Callable[..., Operand]:
 
 
 def _help_of(name: str, kind: str) -> str:
-    """Returns the docstring of the elementwise op `name`, made from the text in the table of
-    elementwise ops for `kind`.
+    """Returns the docstring of the elementwise op `name`.
 
-    That text is "As `torch.acos`." or a sentence. A name that differs from the kind is another form
-    of the op: `truediv` is `div`, computed in floats also for integers.
+    `kind` is a row of the table of elementwise ops. Its text is "As `torch.acos`." or a sentence,
+    from which the docstring is made. If `name` differs from `kind`, the op computes in floats also
+    for integers: `truediv` is such a form of `div`.
     """
     meaning = POINTWISE[kind].meaning
     if name != kind:

@@ -48,8 +48,10 @@ def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) ->
 
 
 def full_tensor(sizes: Sequence[Scalar], value: Scalar, dtype: DataType) -> TensorView:
-    """Adds an op that fills a tensor of these sizes with `value`. Unlike `full`, it takes only
-    scalars of the definition, and checks nothing.
+    """Adds an op that fills a tensor of these sizes with `value`, and returns the tensor.
+
+    Unlike the op `full` of users, this function takes only scalars of the definition, and checks
+    nothing.
     """
     out = new_output([axis_of_extent(s) for s in sizes], dtype, ())
     add_op(FullOp(out, tuple(sizes), sc.cast(value, dtype)))

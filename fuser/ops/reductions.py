@@ -248,8 +248,8 @@ def _reduce_axes(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> Ten
 
 
 def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView:
-    """Returns `out`, the result of a reduction, but `init` in runs in which the reduction has no
-    elements.
+    """Returns a tensor that is `out`, the result of a reduction, in runs with elements to reduce,
+    and `init` in all other runs.
 
     `repeated` is the number of elements along broadcast axes, which have been removed before the
     reduction. The number may be 0 in some runs if the size of an expanded axis is symbolic.
@@ -414,8 +414,8 @@ def _squared_deviations(
 ) -> TensorView:
     """Computes the sum of squared deviations from the exact mean, over the axes `order`.
 
-    `delta` has the deviations from the mean as it was computed, which is rounded, and `count` is
-    the number of elements.
+    `delta` has the deviations from the computed mean. This mean is rounded, so the result is
+    corrected (`without_shift`). `count` is the number of elements.
     """
     square = typing_cast(TensorView, apply_pointwise("mul", (delta, delta)))
     total, rest = (sum(x, dims=order, keepdim=keepdim) for x in (square, delta))

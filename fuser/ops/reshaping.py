@@ -127,8 +127,9 @@ def group_sizes(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int
     """Divides the axes of a reshape into groups with equal products of input and output sizes.
     Returns (number of input axes, number of output axes) of each group.
 
-    `ins` and `outs` are the sizes of the axes, without sizes of 1. Groups are found from the left
-    and from the right. Returns None if it cannot be proved that the axes between form one group.
+    `ins` and `outs` are the sizes of the axes, without sizes of 1. Groups are searched from the
+    left and from the right. The axes that remain in the middle become one group. Returns None if it
+    cannot be proved that the products of their input and output sizes are equal.
     """
     left = _walk(ins, outs)
     i, j = (sum(n[k] for n in left) for k in range(2))
@@ -172,14 +173,18 @@ def plan_reshape(
 def _place_ones(
     groups: list[AxisGroup], ranks: tuple[int, int], is_broadcast: Sequence[bool]
 ) -> ReshapePlan | None:
-    """Returns how a reshape is divided into simple steps, from `groups` of axes without size 1: it
-    adds the axes of size 1, which are in no group yet.
+    """Returns how a reshape is divided into simple steps, from `groups` of axes whose sizes are not
+    1.
 
-    If input and output both have an axis of size 1 between the same two groups, the axis is kept.
-    Other axes of size 1 are squeezed, inserted as broadcasts, or merged into a group. `ranks` is
-    (number of input axes, number of output axes). `is_broadcast` says for each input axis whether
-    it is a broadcast, which can be squeezed. Returns None if an axis can neither be squeezed nor
-    merged.
+    The function decides what happens to the axes of size 1, which are in no group:
+
+    - If input and output both have a broadcast axis of size 1 between the same two groups, the axis
+      is kept.
+    - Other input axes of size 1 are squeezed if they are broadcasts, and else merged into a group.
+    - Other output axes of size 1 are inserted as broadcasts.
+
+    `ranks` is (number of input axes, number of output axes). `is_broadcast` says for each input
+    axis whether it is a broadcast. Returns None if an axis can neither be squeezed nor merged.
     """
     placed: list[AxisGroup] = []
     squeezed: list[int] = []
@@ -209,11 +214,12 @@ def _place_ones(
 
 
 def _merge_loose(placed: list[AxisGroup], loose: list[int], added: list[int]) -> bool:
-    """Merges input axes of a reshape into groups of axes in `placed`. The axes `loose` have size 1
-    but are no broadcasts, so they cannot be squeezed.
+    """Merges the input axes `loose` of a reshape into neighbouring groups of axes, in the list
+    `placed`.
 
-    If there is no group, makes one with an output axis of `added`. Returns False if there is no
-    such output axis either.
+    The axes `loose` have size 1 but are not broadcasts, so they cannot be squeezed. If `placed` is
+    empty, one of the output axes `added` becomes a group, and is removed from `added`. Returns
+    False if `added` is empty, too.
     """
     if not placed and added:
         placed.append(AxisGroup((), (added.pop(0),)))

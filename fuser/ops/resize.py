@@ -68,10 +68,11 @@ def resized_domain(
 
 
 def _may_be_one(fusion: Fusion, size: Scalar, left: Scalar, right: Scalar) -> bool:
-    """Whether an axis of this size may have one element after a resize by `left` and `right`, so
-    that it may be a broadcast.
+    """Returns whether a slice or pad may leave one element of an axis, so that the axis may be a
+    broadcast.
 
-    Not meant are axes that have one element before, or only because a bound is clamped. An
+    The axis has `size` elements, to which `left` and `right` are added at the ends. The answer is
+    False if the axis can have one element only because a bound is clamped to the axis. An
     expression that cannot be negative is treated like the size of an input: `x[:y.size(0)]`, `x[:n
     // 2]`.
     """

@@ -86,8 +86,8 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
     these decisions.
 
     For sizes with an equal key, the copy can be used again. `sizes` has the values of extent
-    symbols and of integer scalar inputs. Of several extents that are known to be equal, one
-    suffices.
+    symbols and of integer scalar inputs. If several symbols are known to be equal, the value of one
+    of them suffices.
 
     Raises:
         InputError: a reshape changes the number of elements; the index of a gather is longer than
@@ -287,8 +287,10 @@ def _check_counts(
 
 
 def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> None:
-    """Raises `InputError` if the index tensor of a gather or scatter is longer, along an axis, than
-    the tensor that it indexes.
+    """Raises `InputError` if the index tensor of a gather or scatter is too long along some axis.
+
+    Along each axis that `op.limits` yields, the index must not be longer than the tensor that it
+    indexes, or than the tensor whose elements a scatter writes. `values` has the sizes.
     """
     for k, tv in op.limits():
         want, have = (
@@ -303,11 +305,11 @@ def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> 
 
 
 def _room(op: SliceOp) -> Iterator[Scalar]:
-    """Yields the distances of a slice's bounds from the ends of each axis. None of them may be
-    negative.
+    """Yields, for each axis, how far the start of a slice is behind the first element, and how far
+    its end is before the end of the axis.
 
-    A negative distance means that the slice exceeds the axis. Distances that are provably not
-    negative are omitted.
+    A negative distance means that the slice exceeds the axis, which is an error once sizes are
+    known. Distances that are provably not negative are omitted.
     """
     for axis, start, stop in zip(op.inp.domain.no_reductions, op.starts, op.stops, strict=True):
         found = (start, sc.sub(axis.size, stop))
@@ -315,8 +317,9 @@ def _room(op: SliceOp) -> Iterator[Scalar]:
 
 
 def _check_bounds(ops: Sequence[SliceOp], values: Mapping[Symbol, Number]) -> None:
-    """Raises `InputError` if one of the slices `ops` exceeds its axis, with the sizes in
-    `values`.
+    """Raises `InputError` if one of the slices `ops` begins before or ends behind its axis.
+
+    `values` has the sizes.
     """
     for op in ops:
         for axis, *bounds in zip(op.inp.domain.no_reductions, op.starts, op.stops, strict=True):
@@ -367,8 +370,8 @@ def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
     """Returns pairs (tensor, axis) of the axes with a symbolic extent that have one position per
     device of the tensor's mesh.
 
-    The axes that the user placed on devices come first, so that an error message names the user's
-    line.
+    Tensors whose axes the user has placed on devices come first. If several axes have a wrong
+    extent, the error message then names a line that the user wrote.
     """
     found: list[tuple[TensorView, IterDomain]] = []
     placed = [tv for tv in fusion.tensors() if tv.mesh is not None]
@@ -461,10 +464,11 @@ def _refined(symbol: Symbol) -> Symbol:
 
 
 def refined_sizes(sizes: Mapping[Symbol, int]) -> dict[Symbol, int]:
-    """Returns `sizes`, extended by the same sizes under the symbols of a concretized fusion.
+    """Returns `sizes` with additional entries: the sizes of the symbols of a concretized fusion.
 
-    `concretize` replaces the symbol of an extent by a symbol with the lower bound 1. Extents that
-    are 0 have no such symbol.
+    `concretize` replaces the symbol of each extent by a new symbol with the lower bound 1. The new
+    symbol has the same size. If the size is 0, there is no new symbol, because the extent becomes
+    the constant 0.
     """
     return {**sizes, **{_refined(s): n for s, n in sizes.items() if n > 0}}
 
@@ -638,7 +642,8 @@ def _fill_values(op: TensorOp) -> list[Scalar]:
 def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[TensorOp]:
     """Returns the ops that replace a linear layer which sums over no elements.
 
-    Its result is the bias. The ops expand the bias to the shape of the result.
+    The result of such a layer is the bias in every row. The ops therefore expand the bias to the
+    shape of the result.
     """
     flags = op.bias_lacks
     op.out.domain = op.out.domain.without_root()
@@ -672,9 +677,10 @@ class Clamps:
     """The minima and maxima of integer sizes (clamps) in the extents of a fusion, such as the end
     of a slice, `min(64, n)`.
 
-    For given sizes, each clamp equals one of its two arguments. The choice (`decide`) holds for a
-    whole class of inputs, and makes extents simpler. A clamp that occurs only in scalar operands is
-    not decided, because it may differ between runs with equal sizes.
+    For given sizes, each clamp equals one of its two arguments. `decide` makes this choice, which
+    makes extents simpler. The compiled program then serves only sizes with the same choice. A clamp
+    that occurs only in scalar operands is not decided, because its value may depend on scalars that
+    differ between runs of one compiled program.
     """
 
     def __init__(self, fusion: Fusion) -> None:

@@ -66,10 +66,10 @@ def look_up_first(fusion: Fusion) -> None:
 
 
 def _source(fusion: Fusion, op: LookupOp, made: TensorOp) -> TensorView | None:
-    """Returns the operand of `made` from which the lookup `op` can read instead of reading its
-    table, so that `made` computes only the looked-up elements. Returns None if there is none.
+    """Returns the operand of `made` from which the lookup `op` can read instead of its table.
 
-    `made` is the op that computes the table.
+    `made` is the op that computes the table, and then needs to compute only the elements that are
+    looked up. Returns None if `made` has no such operand.
     """
     table = op.table
     is_placed = table.mesh_is_user_set or bool(table.cut_lines)
@@ -106,7 +106,8 @@ def _fits(op: LookupOp, others: set[TensorView]) -> bool:
 
 
 def _looked_up_first(fusion: Fusion, op: LookupOp, made: TensorOp, source: TensorView) -> None:
-    """Replaces the lookup `op` by a lookup of `source`, and a copy of `made` that reads its result.
+    """Replaces the lookup `op` by a lookup of `source`, followed by a copy of `made` that reads the
+    result of the new lookup.
 
     `made` is the elementwise op that computed the table of `op` from `source`.
     """
@@ -309,7 +310,7 @@ def remove_bcast_squeeze(fusion: Fusion) -> None:
 def is_replaceable(fusion: Fusion, tv: TensorView) -> bool:
     """Returns whether ops that read `tv` may read another tensor with equal values instead.
 
-    They may not if `tv` is an output, or if the user declared its placement on devices or its
+    Returns False if `tv` is an output, or if the user declared its placement on devices or its
     layout.
     """
     return tv not in fusion.outputs and not tv.mesh_is_user_set and not tv.domain.allocation
@@ -351,10 +352,9 @@ def separate_updates(fusion: Fusion) -> None:
 
 
 def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
-    """Changes an in-place update so that it writes `value` into the input.
+    """Changes the in-place update `alias` so that the new tensor `value` is written into the input.
 
-    `alias` is the update. `value` is a new tensor that becomes a copy of the tensor which was
-    written before.
+    Before, another tensor was written. The function adds the op that copies this tensor to `value`.
     """
     op = LoadStoreOp(value, alias.out)
     definition = fusion.definition(alias.out)

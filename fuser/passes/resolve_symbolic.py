@@ -104,8 +104,8 @@ def iterate_resized(fusion: Fusion) -> None:
     """Makes the axes of slices and pads that may have size 1 ordinary iteration axes, in place.
 
     Such an axis would otherwise be a broadcast for some sizes and not for others. Kernels that run
-    for several sets of sizes need the same kind for all. Axes that an op joins with such an axis
-    must have the same size.
+    for several sets of sizes need the same kind for all. Such an axis is then no longer repeated if
+    it has size 1: an op raises an error if its operands have different sizes there.
     """
     if any(resized_axes(op) or _open_axes(op) for op in fusion.used_exprs()):
         resolve_symbolic(fusion, iter(()), None)
@@ -218,8 +218,7 @@ def _squeezed_flags(tv: TensorView, plan: ReshapePlan) -> tuple[bool, ...]:
 
 
 def _unify(fusion: Fusion, pairs: Iterable[tuple[IterDomain, Scalar]], values: Values) -> None:
-    """Records for axes that a reshape does not change that their size in the operand equals that in
-    the result.
+    """Records that axes which a reshape keeps have equal sizes in its operand and in its result.
 
     `pairs` has each such axis of the operand, with the size that the reshape declares for the
     result. A pair is ignored if the two sizes differ with `values`.

@@ -237,11 +237,11 @@ class _Segmenter:
                 self.strides[e.out] = strides
 
     def _may_be_sent(self, e: TensorOp, strides: tuple[Scalar, ...]) -> bool:
-        """Returns whether the result of `e` may be a view with these strides, as far as
-        communications read it.
+        """Returns False if the result of `e` must not be a view with these strides, because a
+        communication reads it.
 
-        Communications send memory, which must be dense and in the declared order. A kernel copies
-        any other view into such memory.
+        A communication sends memory, which must have no gaps and be in the declared order. If the
+        view has other strides, a kernel copies the data into such memory instead.
         """
         sent = any(self.kind.get(u) == "communication" for u in self.fusion.uses(e.out_tensor))
         dense = zip(
@@ -453,7 +453,8 @@ class _Segmenter:
         that kernels become smaller, and all kernels are chosen again.
 
         Raises:
-            UnsupportedError: no scheduler accepts a kernel that has no such reduction.
+            UnsupportedError: no scheduler accepts some kernel, and the results of its reductions
+                are all stored already.
         """
         while True:
             made: list[SegmentGroup] = []
@@ -752,7 +753,7 @@ def row_parts(op: TensorOp) -> RowParts | None:
 def may_come_in_parts(total: TensorView) -> bool:
     """Returns whether the reduction that computes `total` can be split into partial sums.
 
-    The op must have only this result. The result must not have a declared memory order, an axis
+    Returns False if the op has further results, or if `total` has a declared memory order, an axis
     that is split over devices, or loops that are scheduled already.
     """
     op, domain = total.definition(), total.domain

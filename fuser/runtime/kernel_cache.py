@@ -455,8 +455,10 @@ _open_locks: set[int] = set()
 
 
 def _close_locks() -> None:
-    """Closes the lock files that other threads of the parent process hold. It runs in a forked
-    child, which must not extend the parent's locks.
+    """Closes, in a forked child process, the lock files that threads of the parent process hold.
+
+    A lock lasts until all processes have closed its file. The child must therefore not keep the
+    files open.
     """
     for handle in _open_locks:
         with contextlib.suppress(OSError):

@@ -138,7 +138,10 @@ class BoundLaunch:
 
     def make_memories(self, device: torch.device) -> list[torch.Tensor]:
         """Returns new, zeroed memory for each workspace, through which the CUDA blocks of a launch
-        exchange values. All of it is one allocation. Launches that may overlap must not share it.
+        exchange values.
+
+        The workspaces are parts of one allocation. The caller ensures that launches which may
+        overlap do not use the same workspaces.
         """
         if not self.workspaces:
             return []

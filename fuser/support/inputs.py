@@ -134,7 +134,8 @@ def check_count(
 
 
 def _line(values: Sequence[Any], lines: Mapping[Any, str] = MappingProxyType({})) -> str:
-    """Returns the end of a message: the user's source line of the first of these inputs, or "".
+    """Returns the end of an error message: the user's source line of the first of `values`, inputs
+    of a definition, or "" without a line.
 
     `lines` has the lines of scalar inputs.
     """

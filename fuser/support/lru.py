@@ -14,9 +14,9 @@ V = TypeVar("V")
 class Recent(dict[K, V], Generic[K, V]):
     """A dictionary with at most `limit` entries. When full, it drops the least recently used half.
 
-    Entries are in two generations. `get` is the plain method of a dictionary and looks only into
-    the younger generation, so a hit costs nothing extra. `recall` also looks into the older
-    generation, which is dropped when the younger one is full. An entry that is used at least once
+    The entries are in two plain dictionaries: recently used entries, and older entries, which are
+    dropped when the first dictionary is full. `get` looks only for recently used entries, so a hit
+    costs nothing extra. `recall` looks into both dictionaries. An entry that is used at least once
     per `limit // 2` new entries is never dropped. `on_drop` is called with the value of every
     dropped entry.
     """
@@ -29,9 +29,9 @@ class Recent(dict[K, V], Generic[K, V]):
         self._lock = make_lock()
 
     def recall(self, key: K) -> V | None:
-        """Returns the value of a key in either generation, or None if there is no such entry.
+        """Returns the value of a key, or None if there is no such entry.
 
-        The entry is moved to the younger generation.
+        An older entry becomes a recently used entry again, so that it is not dropped next.
         """
         found = self.get(key)
         if found is None and key in self._old:
@@ -65,5 +65,7 @@ class Recent(dict[K, V], Generic[K, V]):
                 self._on_drop(gone)
 
     def size(self) -> int:
-        """Returns the number of entries in both generations."""
+        """Returns the number of all entries: recently used ones, and older ones that are dropped
+        next.
+        """
         return len(self) + len(self._old)

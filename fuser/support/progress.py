@@ -80,10 +80,8 @@ def _columns(stream: TextIO) -> int:
 
 
 class _ThreadProgress(threading.local):
-    """The state of a thread: the progress line of its compilation, and the times of the previous
-    one.
-
-    These are the times at which the previous compilation began and ended.
+    """The state of a thread: the progress line of its current compilation, and the times at which
+    its previous compilation began and ended.
     """
 
     def __init__(self) -> None:
@@ -112,7 +110,7 @@ def shown(rank: int) -> AbstractContextManager[None]:
 def _line_on(stream: TextIO) -> Generator[None]:
     """Returns a context that draws the progress line of this thread's compilation.
 
-    At its end, the context erases the line.
+    The line is erased when the `with` block ends.
     """
     now, (began, ended) = monotonic(), _here.before
     line = _here.line = ProgressLine(stream, began if now - ended < TOGETHER_S else now)

@@ -52,8 +52,8 @@ def replace(one: _T, **changes: Any) -> _T:
 class remembered(Generic[_T]):
     """A cached property of a frozen record, as `functools.cached_property`, but without a lock.
 
-    In Python 3.11, `cached_property` has a lock per class. If two threads compute the value at the
-    same time, the values must be equal.
+    In Python 3.11, `cached_property` has a lock per class. Without the lock, two threads may
+    compute the value at the same time, so the computation must always give equal values.
     """
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:

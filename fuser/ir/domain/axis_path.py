@@ -345,19 +345,20 @@ class IndexRules(Rules[Scalar]):
         return sc.mod(sc.add(out, self._coordinate_along(t.ptype)), self._axes[t.inp].size)
 
     def _begin(self, t: Shift, row: Scalar) -> Scalar:
-        """Returns the number of positions by which a row is shifted: (row * size) % width.
+        """Returns the number of positions by which a row is shifted: begin % width.
 
-        The result is written as a difference, because then the start of the row in memory cancels
-        when both are added.
+        begin = row * size is the position of the row in memory. The position of an element is begin
+        + (index after the shift) - result. The result is written as begin - width * (begin //
+        width), because begin then cancels in this sum.
         """
         begin = sc.mul(row, self._axes[t.inp].size)
         return sc.sub(begin, sc.mul(t.width, sc.floordiv(begin, t.width)))
 
     def shift(self, t: Shift, rows: Scalar, inp: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns (index of the row, index of the element in the row + offset of this row).
+        """Returns (index of the row, index of the element in the shifted row).
 
-        The shift moves each row by an offset so that vector accesses are aligned. `rows` and `inp`
-        are the indices before it.
+        `rows` and `inp` are the indices before the shift, which moves each row by its own offset so
+        that vector accesses are aligned. The second result is `inp` plus this offset.
         """
         return rows, sc.add(inp, self._begin(t, rows))
 
@@ -495,10 +496,11 @@ def partial_splits(domain: TensorDomain, transforms: Iterable[Transform]) -> lis
 
 
 def with_exact_splits(domain: TensorDomain) -> TensorDomain:
-    """Returns the domain with each split factor replaced by the size of the axis it determines.
+    """Returns a copy of `domain` in which the factor of each split is the exact size of an axis.
 
-    That is the inner axis, or the outer axis if `inner_split` is False. Factor and size differ, for
-    example, after all sizes have been replaced by those on one device.
+    A factor gives the size of the inner axis, or of the outer axis if `inner_split` is False. After
+    all sizes of a domain have been replaced by the sizes on one device, the old factors are wrong.
+    The copy has the sizes of the axes as factors.
     """
 
     def exact(t: Transform) -> Transform:

@@ -51,9 +51,9 @@ class ExtentClasses:
         """Stores that two extents are equal. Afterwards, `canonical` returns the same extent for
         both.
 
-        If `a` or `b` is a symbol, this is the other extent. Of two symbols, it is the one with the
-        lower number. `reason` describes who requires the equality, such as an op. It is shown if
-        the inputs of a call contradict the equality.
+        If one of the two is a symbol, `canonical` returns the other. If both are symbols,
+        `canonical` returns the symbol with the lower number. `reason` describes who requires the
+        equality, such as an op, for the error message about inputs that contradict it.
         """
         a, b = self.canonical(a), self.canonical(b)
         if a == b:
@@ -66,7 +66,8 @@ class ExtentClasses:
         """Stores that `a` and `b` are equal, where `a` replaces the symbol `b` from now on.
 
         If only `a` is a symbol, `b` replaces it. If neither is a symbol, the equality is stored,
-        and nothing is replaced inside other extents. `a` and `b` must be results of `canonical`.
+        and nothing is replaced inside other extents. The caller ensures that `a` and `b` are
+        results of `canonical`. `reason` describes who requires the equality.
         """
         if self._is_shared:
             self._classes, self._whole = dict(self._classes), dict(self._whole)

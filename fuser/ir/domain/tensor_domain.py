@@ -122,7 +122,10 @@ class SplitTransform:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters by which two splits are compared: factor, whether it is the inner size."""
+        """The parameters that two splits must share to be alike, whatever their axes are.
+
+        These are the factor, and whether the factor is the extent of the inner axis.
+        """
         return (self.factor, self.inner_split)
 
     @property
@@ -160,7 +163,9 @@ class MergeTransform:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters by which two merges are compared: (), because a merge has none."""
+        """The parameters that two merges must share to be alike: (), because a merge has only
+        axes.
+        """
         return ()
 
     @property
@@ -202,8 +207,9 @@ class Resize:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters by which two resizes are compared: the elements added on the left and
-        right.
+        """The parameters that two resizes must share to be alike, whatever their axes are.
+
+        These are the numbers of elements that are added at the start and at the end of an axis.
         """
         return (self.left, self.right)
 
@@ -245,7 +251,10 @@ class Swizzle1D:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters by which two rotations are compared: the mesh dimension (`ptype`)."""
+        """The parameters that two rotations must share to be alike, whatever their axes are.
+
+        This is the mesh dimension whose coordinate says by how much an axis is rotated.
+        """
         return (self.ptype,)
 
     @property
@@ -293,7 +302,10 @@ class Shift:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters by which two shifts are compared: the vector width, in elements."""
+        """The parameters that two shifts must share to be alike, whatever their axes are.
+
+        This is the vector width in elements, which determines by how much each row is moved.
+        """
         return (self.width,)
 
     @property
@@ -484,10 +496,11 @@ class TensorDomain:
 
     @remembered
     def is_undecided(self) -> bool:
-        """Whether the tensor results from a reshape whose splits and merges are not decided yet.
+        """Whether the tensor is the result of a reshape whose splits and merges are not decided
+        yet.
 
-        They depend on the sizes of inputs, which are known in a call. Until then, no transform
-        connects the axes of the operand and of the result.
+        The sizes of a call's inputs decide them. Before that, no split or merge connects the axes
+        of the operand with the axes of the result.
         """
         root = self.root_numbers
         if not root or any(n in root for n in self.logical_numbers):
@@ -739,10 +752,10 @@ def _pruned(
     contiguity: tuple[bool | None, ...],
     transforms: tuple[Transform, ...],
 ) -> TensorDomain:
-    """Returns a domain with these fields, and with only those axes that it uses.
+    """Returns a domain with these fields, and without the axes that no field needs.
 
-    An axis is used if one of the fields or a transform contains its number. Axes are sorted by
-    number.
+    An axis is needed if a transform or one of the tuples contains its number. The remaining axes
+    are sorted by number.
     """
     used = {*root, *logical, *allocation, *loop}
     for t in transforms:
@@ -791,7 +804,8 @@ def domain_problem(domain: TensorDomain) -> str | None:
     """Returns an error text for the first rule that a domain violates, or None if it is correct.
 
     The rules: each axis has a correct contiguity flag, each axis is derived by exactly one
-    transform, and at most one loop axis is split over each mesh dimension or stream type.
+    transform, and at most one loop axis is split over each mesh dimension, or over CUDA streams by
+    each parallel type for streams.
     """
     axes = domain.maybe_allocation
     if len(domain.contiguity) != len(axes):
@@ -855,10 +869,11 @@ def derivation_problem(domain: TensorDomain) -> str | None:
 
 
 def merged_extent(outer: IterDomain, inner: IterDomain, *, is_view: bool) -> Scalar:
-    """Returns the extent of the merge of two axes.
+    """Returns the extent of the merge of two axes, of which one may be an expanded broadcast axis.
 
-    If one of them is an expanded broadcast axis, a view (`is_view`, such as a reshape) uses its
-    expanded size. A loop uses 1, because it need not repeat the only element.
+    With `is_view`, the merge belongs to a view, such as a reshape, and the expanded size is a
+    factor of the extent. Otherwise, the merge creates a loop. The factor is then 1, because the
+    loop need not repeat the only element along the broadcast axis.
     """
     if is_view and not (outer.is_broadcast and inner.is_broadcast):
         return sc.mul(outer.size, inner.size)
@@ -921,14 +936,15 @@ class DomainBuilder:
     def merge(self, outer: IterDomain, inner: IterDomain, *, rfactor: bool = False) -> IterDomain:
         """Merges two axes and returns the new axis of extent outer * inner.
 
-        It has the parallel type of `outer`, and this kind:
+        The new axis has the parallel type of `outer`. Its kind follows from the kinds of both axes:
 
         - The merge of an iteration axis and a broadcast axis is an iteration axis.
         - The merge with a reduction axis is a reduction axis.
 
         If one axis is an expanded broadcast axis and the other is not a broadcast axis, `rfactor`
-        decides. In a view such as a reshape (`rfactor=True`), the expanded size is a factor of the
-        extent. In a loop, it is not.
+        decides about the extent. In a view such as a reshape (`rfactor=True`), the expanded size is
+        a factor of the extent. In a loop (`rfactor=False`), the expanded size is not a factor,
+        because the loop need not repeat the only element.
         """
         kinds = (outer.kind, inner.kind)
         kind = next((k for k in kinds if k is not IterType.broadcast), IterType.broadcast)

@@ -159,7 +159,7 @@ class LookupOp(TensorOp):
             )
 
     def _wrong_operand(self) -> str:
-        """Returns what is wrong with the numbers of axes of table and index, or the empty text."""
+        """Returns the error text if table and index have wrong numbers of axes, else ""."""
         return ""
 
 
@@ -230,7 +230,7 @@ class IndexSelectOp(LookupOp):
         return (self.dim,)
 
     def _wrong_operand(self) -> str:
-        """Returns the problem of an index that does not have exactly one axis."""
+        """Returns the error text if the index does not have exactly one axis, else ""."""
         if self.index.ndim == 1:
             return ""
         return f"the index must have 1 axis, but {self.index} has {self.index.ndim} axes"
@@ -260,7 +260,7 @@ class EmbeddingFwdOp(LookupOp):
         return (None, self.index.ndim)
 
     def _wrong_operand(self) -> str:
-        """Returns the problem of a table that does not have exactly two axes."""
+        """Returns the error text if the table does not have exactly two axes, else ""."""
         if self.table.ndim == 2:
             return ""
         return f"the table must have 2 axes, but {self.table} has {self.table.ndim} axes"
@@ -273,7 +273,7 @@ class _AlongAxisOp(LookupOp):
     """
 
     def _wrong_operand(self) -> str:
-        """Returns the problem of an index and a table with different numbers of axes."""
+        """Returns the error text if index and table have different numbers of axes, else ""."""
         if self.index.ndim == self.table.ndim:
             return ""
         return (
@@ -355,8 +355,9 @@ def _without(positions: Collection[int], found: AxisMap) -> AxisMap:
 class ScatterOp(LibraryOp):
     """Writes into a copy of inp along axis `dim`: out[.., index[.., i, ..], ..] = src[.., i, ..].
 
-    - The index may be shorter than inp along the axes other than `dim`, and shorter than a tensor
-      src along all axes. The remaining elements of src are not read.
+    - src is a tensor or a number. The index may be shorter than a tensor src along all axes. The
+      remaining elements of src are not read.
+    - The index may be shorter than inp along the axes other than `dim`.
     - If several elements of the index have the same value, only one of the elements of src is
       written. It is undefined which of them.
     - Elements whose index is outside of the axis are ignored.
@@ -377,9 +378,11 @@ class ScatterOp(LibraryOp):
         return "scatter"
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields (axis, tensor) for each axis along which the index must not exceed the tensor.
+        """Yields (axis, tensor) for each axis along which the index must not be longer than a
+        tensor.
 
-        The tensor is inp or src. Axes whose sizes are certainly equal are omitted.
+        The tensor is inp, which the index refers to, or src, whose elements are written. Axes whose
+        sizes are certainly equal are omitted.
         """
         yield from ((k, self.inp) for k in _differing(self.inp, self.index) if k != self.dim)
         if not isinstance(self.src, Scalar):

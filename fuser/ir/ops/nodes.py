@@ -355,10 +355,10 @@ class Reshard(TensorOp):
 
     Axes are positions, which do not count reduction axes.
 
-    If `ptypes` contains a stream type, out is computed part by part in a loop whose iterations run
-    on several CUDA streams. `target` is then the axis that this loop divides, and `source` the axis
-    that is split over devices. If each iteration only slices data that the device already has,
-    `source` is None.
+    `ptypes` may also contain a parallel type for streams, such as `stream`. Then out is computed
+    part by part in a loop whose iterations run on several CUDA streams. `target` is the axis that
+    this loop divides, and `source` the axis that is split over devices. If each iteration only
+    slices data that the device already has, `source` is None.
     """
 
     out: TensorView = result()

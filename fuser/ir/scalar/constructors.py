@@ -406,10 +406,10 @@ def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
 
 
 def _relevant(x: Scalar, done: Mapping[Scalar, Number | InputError]) -> tuple[Scalar, ...]:
-    """Returns the operands on which the value of `x` depends, for given values of its operands.
+    """Returns the operands on which the value of `x` depends, given the values of its operands.
 
-    For a `where`, these are the condition and the selected branch; other ops depend on all
-    operands. `done` has the values.
+    For a `where`, these are the condition and the selected branch. Other ops depend on all
+    operands. `done` has the values of the operands that are computed already.
     """
     if isinstance(x, Apply) and x.op == "where":
         cond, a, b = x.args

@@ -191,7 +191,8 @@ CONSTRUCTORS: dict[str, Callable[..., Scalar]] = {}
 def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
     """Returns the scalar `a op b`. Python's operators on scalars, such as `+`, call this function.
 
-    Returns NotImplemented if an operand is a tensor or a list, because its own operator then runs.
+    If an operand is a tensor or a list, returns NotImplemented. Python then calls the operator of
+    the tensor or list.
 
     Raises:
         ArgumentError: an operand is not a number.
@@ -252,10 +253,10 @@ _known_lock = threading.Lock()
 
 
 def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tuple[_S, bool]:
-    """Returns the scalar with this key, and whether it is new.
+    """Returns the scalar with this key, and whether the scalar is new.
 
-    Equal scalars are one object, so a scalar that exists already is returned. The caller sets the
-    fields of a new one and passes it to `_published`.
+    Equal scalars are one object, so a scalar that exists already is returned. If the scalar is new,
+    the caller sets its fields and passes it to `_published`.
     """
     found = _known.get(key)
     if found is not None:
@@ -672,9 +673,10 @@ def scalar_text(x: Scalar) -> str:
 
 
 def _pieces(x: Scalar) -> list[Scalar | str]:
-    """Returns the text of `x` as a list in which operands stand for their own texts.
+    """Returns the text of `x` as a list of strings and operands of `x`.
 
-    The caller replaces them, because recursion could be too deep.
+    The caller replaces each operand by the operand's own text. This function does not, because
+    recursion could be too deep.
     """
     match x:
         case Const():

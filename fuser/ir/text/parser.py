@@ -191,8 +191,8 @@ class ValueParser:
     def _new_tensor(self, head: re.Match[str], domain: TensorDomain) -> TensorView:
         """Creates a tensor, after reading the text behind its axes: `ca_pos( 2 ) (DeviceMesh{0})`.
 
-        `ca_pos` is the number of loops that it shares with its readers. `head` is the matched name,
-        memory and dtype. The caller declares the tensor.
+        `ca_pos` is the number of loops that the tensor shares with the ops that read it. `head` is
+        the match of the text before the axes: name, memory and dtype. `domain` has the axes.
         """
         c = self.cursor
         compute_at, mesh = 0, None
@@ -273,10 +273,10 @@ class ValueParser:
         return self._declare(tv, start)
 
     def _state(self, axes: dict[int, IterDomain]) -> IterDomain:
-        """Reads an axis of a tensor at the cursor, and checks that its text is equal everywhere.
+        """Reads an axis at the cursor.
 
-        An axis occurs in several places of a tensor's text. `axes` has the axes read so far, by
-        number.
+        The text of a tensor contains an axis at several places. It is an error if the texts differ.
+        `axes` maps axis numbers to the axes that were read before.
         """
         c = self.cursor
         c.skip()
@@ -566,10 +566,10 @@ class Parser(ValueParser):
 
     # ------------------------------------------------------------ sections and fusions
     def declarations(self) -> None:
-        """Reads the sections of a text that are needed to read its ops, but follow them.
+        """Reads the sections that stand after the ops of a text, but are needed to read the ops.
 
-        These have symbols, equal extents, the axes of tensors, and the users' lines. Afterwards,
-        the cursor is at its old position.
+        The sections have the symbols, the equal extents, the axes of tensors, and the users' source
+        lines. Afterwards, the cursor is at its old position.
         """
         c = self.cursor
         home = c.pos
@@ -605,7 +605,8 @@ class Parser(ValueParser):
                 read()
 
     def _at_section(self) -> bool:
-        """Returns whether a section of the text, such as `Aliases :`, or its end is at the cursor.
+        """Returns whether the cursor is at the title of a section, such as `Aliases :`, or at the
+        end of the text.
 
         Raises:
             ParseError: a section with an unknown title is at the cursor.
@@ -627,8 +628,8 @@ class Parser(ValueParser):
     def check_declared(self, tensors: Iterable[TensorView], section: int) -> None:
         """Raises `ParseError` if no section of the text describes all axes of one of `tensors`.
 
-        Without it, the memory layout of the tensor would be lost. `section` is the position that
-        the error names.
+        Without such a section, the memory layout of the tensor would be lost. `section` is the
+        position that the error message shows.
         """
         for tv in tensors:
             if tv.number not in self.declared:
@@ -738,9 +739,9 @@ def parse_fusion_at(
 ) -> Fusion:
     """Reads the text of a fusion from the cursor's position up to the cursor's end.
 
-    `bounds` maps the names of integer symbols to their lower bounds. If `in_full` is not None, the
-    text must describe all axes of all tensors in a section. `in_full` is then the position that an
-    error about this names.
+    `bounds` maps the names of integer symbols to their lower bounds. If `in_full` is not None, it
+    is an error if the text has no section with all axes of each tensor. The error message then
+    shows the position `in_full`.
     """
     fusion = Fusion()
     parser = Parser(cursor, fusion, bounds=bounds)
@@ -940,10 +941,11 @@ def definition_bounds(text: str) -> dict[str, int | None]:
 
 
 def concretized_bounds(text: str) -> dict[str, int | None]:
-    """Returns the lower bounds of the symbols in the text of a program for one class of inputs.
+    """Returns the lower bounds of the symbols in the text of a compiled program, by their names.
 
-    The text does not contain them. Every extent is at least 1, even if it is a scalar input,
-    because a program with empty axes is another class. Other scalar inputs are unbounded (None).
+    The text does not contain the bounds. Every extent is at least 1, even if it is a scalar input,
+    because inputs with empty axes have a program of their own. Other scalar inputs are unbounded
+    (None).
     """
     extents = {m[4] for m in _EXTENT.finditer(text)} | {m[1] for m in _EQUAL.finditer(text)}
     unbounded = [name for name in _scalar_inputs(text) if name not in extents]
