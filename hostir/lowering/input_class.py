@@ -46,8 +46,8 @@ class InputClass:
     - `sizes`: the sizes of the inputs for which the class was created.
     - `layouts`: the memory layout of each input. None for a scalar, and for a tensor whose declared
       memory order contains split or merged axes.
-    - `repeated`: per input, the indices of the axes that have stride 0 although the declaration
-      does not say so.
+    - `repeated`: per input, the indices of the axes that have stride 0 (all indices share one
+      element in memory), although the declaration of the input does not say so.
     - `device`: the kind of device, `cuda` or `cpu`.
     - `knows_rows`: whether `key` depends on the number and length of the rows that the fusion
       reduces. If True, inputs with other row lengths may need another program, because schedulers
@@ -66,8 +66,8 @@ class InputClass:
 
     @staticmethod
     def as_declared(fusion: Fusion, sizes: Mapping[Symbol, int]) -> InputClass:
-        """Returns the input class (of inputs that one compiled program serves) that has these
-        `sizes` and the memory layouts that `fusion` declares.
+        """Returns the input class of inputs that have these `sizes`, and the memory layouts that
+        `fusion` declares. All inputs of an input class share one compiled program.
         """
         count = len(fusion.inputs)
         return InputClass(None, sizes, (None,) * count, ((),) * count)
@@ -135,8 +135,8 @@ class Classifier:
 
 
 def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
-    """Gives every tensor input of `fusion` the memory layout that the input has in `input_class`.
-    The fusion is changed in place.
+    """Gives every tensor input of `fusion` the memory layout that the input has in `input_class`, a
+    class of inputs that share one compiled program. The fusion is changed in place.
 
     Returns the numbers (ids) of the axes that have stride 0 in the inputs of this class. Memory has
     only one element along such an axis.
@@ -174,12 +174,12 @@ def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
 
 
 def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Symbol, Number]:
-    """Returns a value for every symbol that the program's inputs define: the value in `sizes`, or a
-    default.
+    """Returns a value for every symbol that the program's inputs define. A symbol in `sizes` has
+    the value there; any other symbol has a default.
 
-    The default for an axis that has exactly one element per device is the number of devices. Any
-    other size has the value of `default_size`. Raises `InputError` if `sizes` contains a name that
-    no input has.
+    The default for an axis that has exactly one element per device is the number of devices. The
+    default for any other size is `default_size`. A floating-point symbol, which is no size, is
+    always 1.5. Raises `InputError` if `sizes` contains a name that is no size of an input.
     """
     known = size_symbols(program)
     for name in sizes:

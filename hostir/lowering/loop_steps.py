@@ -85,9 +85,9 @@ class LoweringState:
     def of(
         cls, fusion: Fusion, loops: StreamLoops, params: LowerParams, backend_name: str
     ) -> LoweringState:
-        """Returns the state before the first segment of `fusion` is lowered. The host program has
-        tensors, but no ops. A segment is a part of the fusion that runs as one unit, such as a
-        kernel.
+        """Returns the state before the first segment of `fusion` is lowered. (A segment is a part
+        of the fusion that runs as one unit, such as a kernel.) The host program already has its
+        tensors, but no ops.
         """
         # The program has copies of the tensors, so that changes do not affect the fusion.
         values, twins = fusion.copy()
@@ -127,9 +127,10 @@ class LoweringState:
 # ------------------------------------------------------------------ one loop
 def stepping_axis(tv: TensorView) -> StreamAxis:
     """Returns the stream axis of `tv`, a tensor that a stream loop (its iterations run on different
-    streams) computes. Each iteration of the loop computes one part along this axis.
+    streams) computes. Each iteration of the loop computes one part along this axis. If `tv` has
+    several stream axes, the first is returned.
 
-    `tv` must have a stream axis. If it has several, the first is returned.
+    The caller ensures that `tv` has a stream axis, otherwise an assertion fails.
     """
     axis = stream_axis(tv)
     assert axis is not None, f"{tv} is computed in a stream loop, but has no stream axis"
@@ -142,7 +143,8 @@ class LoopContext:
     (the part of a divided axis) that each iteration computes.
 
         y [istream{3}(i0), i1]          FOR i9 from 0 to 3, on Stream i9; step i9 has block i9
-        x [iDIDx{2}], y [istream{2}]    the same with offset_by_rank: block (i9 + rank) % 2
+        x [iDIDx{2}], y [istream{2}]    FOR i9 from 0 to 2, on Stream i9; with offset_by_rank,
+                                        step i9 has block (i9 + rank) % 2
         y [istream, istream1{4}, i1]    FOR streamIdx from 0 to i0 * 4; the digits of a step are
                                         streamIdx // 4 and streamIdx % 4
 
@@ -176,8 +178,8 @@ class LoopContext:
         iterations of a stream loop run on different streams, and each computes one block of a
         tensor.
 
-        Raises `UnsupportedError` if in one iteration some ops need the same block on all devices,
-        and others need different blocks.
+        Raises `UnsupportedError` if the option `offset_by_rank` demands that each device begins
+        with its own block, but some ops need the same block on all devices in each iteration.
         """
         entry, values, params = program.next_stream(), program.values, program.params
         # The name of the loop's index follows from a tensor that it computes.
@@ -240,11 +242,12 @@ class LoopContext:
         return rotated(number, self.count, tv.mesh, swizzle)
 
     def digit(self, number: Scalar, ptype: ParallelType) -> Scalar:
-        """Returns the index along the stream axis (an axis divided over the iterations of a loop)
-        of type `ptype` that belongs to the part `number`.
+        """Returns the index that the part `number` has along the stream axis of type `ptype`. A
+        stream axis is divided over the iterations of a loop.
 
-        A loop with several stream axes runs over all combinations of their indices. Its parts are
-        numbered like a number with one digit per axis; this method returns one digit.
+        A loop with several stream axes runs over all combinations of their indices, the last axis
+        fastest. With axes of 2 and 3 parts, the part number 5 has the index 1 along the first axis,
+        and the index 2 along the second.
         """
         count, inner = self.digits[ptype]
         if sc.int_value(self.count) == 0:
@@ -274,11 +277,11 @@ class LoopContext:
 
 def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | None:
     """Returns the mesh dimension along which devices may work on different blocks in one iteration
-    of the stream loop (its iterations run on different streams) that computes `ops`.
+    of a stream loop (its iterations run on different streams). `ops` are the ops of the loop.
 
     Returns None if all devices must work on the same block, because they gather or reduce this
-    block together. Raises `UnsupportedError` if the loop has both kinds of communication, and
-    `params` demand that each device begins with its own block.
+    block together. Raises `UnsupportedError` if the loop also has transfers in a ring, and `params`
+    demand that each device begins with its own block.
     """
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     rings = [op for op in moves if is_device_to_stream(op) or is_exchange(op)]
@@ -296,9 +299,11 @@ def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | No
 
 
 def _all_are_exchanges(ops: Sequence[TensorOp]) -> bool:
-    """Whether every transfer of the stream loop (its iterations run on different streams) that
-    computes `ops` is an exchange. In an exchange, each device sends a different block to another
-    device. At least one op must transfer data.
+    """Whether every transfer of a stream loop (its iterations run on different streams) is an
+    exchange. `ops` are the ops of the loop. In each iteration of an exchange, each device sends a
+    block to one other device, and no two devices send to the same device.
+
+    Returns False if no op of the loop transfers data.
     """
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     return bool(moves) and all(is_exchange(op) and stepping_axis(op.inp).swizzle for op in moves)
@@ -372,11 +377,10 @@ class OperandSlicer:
 
     def slice_whole(self, op: nodes.Reshard) -> None:
         """Makes the view of the part of an operand that one iteration of the stream loop (its
-        iterations run on different streams) uses. The operand is computed as a whole before the
-        loop.
+        iterations run on different streams) uses. The whole operand is computed before the loop.
 
-        `op` is a reshard (change of sharding) that only takes the part and moves no data. Later ops
-        in the loop that read the result of `op` read the view instead.
+        `op` is a reshard (change of sharding) that moves no data, but only selects the part. Later
+        ops in the loop that read the result of `op` read the view instead.
         """
         self._parts[op.out] = self._slice(op.out, self._program.twins[op.inp])
         self._wholes[op.out] = op.inp
@@ -407,11 +411,12 @@ class OperandSlicer:
         self, op: TensorOp, index: int, found: TensorView, *, keep: Collection[ParallelType] = ()
     ) -> TensorView:
         """Removes from an operand of `op` those broadcast axes that correspond to stream axes of
-        the result. Appends the view ops to the loop's iteration and returns the last view.
+        the result. One iteration computes one element of the result along a stream axis, so its
+        result lacks the axis, and the operand must also lack the axis.
 
-        One iteration computes one element of the result along a stream axis, so its slice of the
-        result lacks the axis. The operand must lack the axis, too. `found` is the operand number
-        `index`, or its part. Axes of the stream types in `keep` are not removed.
+        `found` is the tensor that the iteration reads for operand number `index`: the whole
+        operand, or its part for this iteration. The view ops are added to the loop's iteration; the
+        last view is returned. Axes of the stream types in `keep` are not removed.
         """
         operand = op.inputs[index]
         is_part = found.ndim < operand.ndim
@@ -481,9 +486,9 @@ class OperandSlicer:
         return self.part(tv)
 
     def _slot(self, tv: TensorView, twin: TensorView) -> TensorView:
-        """Allocates a buffer for `tv` with one slot per stream, and returns a view of the slot of
-        the current iteration's stream. `twin` is the host program's copy of `tv`, which belongs to
-        the fusion.
+        """Allocates a buffer for `tv`, a tensor of the fusion, with one slot per stream. Returns a
+        view of the slot of the current iteration's stream. `twin` is the copy of `tv` in the host
+        program.
 
         One slot per stream is enough, because iterations on the same stream run one after another.
         """
@@ -577,9 +582,9 @@ def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> 
 
 
 def _operand_position(op: TensorOp, index: int, axis: StreamAxis) -> int | None:
-    """Returns the position of the axis of operand number `index` of `op` that corresponds to the
-    stream axis (an axis divided over the iterations of a loop) `axis` of the result. Returns None
-    if there is none.
+    """Returns the position of the axis that corresponds to `axis` in operand number `index` of
+    `op`. `axis` is a stream axis (an axis divided over the iterations of a loop) of the result of
+    `op`. Returns None if the operand has no corresponding axis.
     """
     domain = op.out_tensor.domain
     number = domain.no_reductions[axis.position].number
@@ -593,8 +598,8 @@ def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
     """Whether one slot per stream is enough memory for `tv`, a tensor that a stream loop (its
     iterations run on different streams) computes. Otherwise all parts of `tv` are stored.
 
-    Slots are enough if each iteration needs only one element along the stream axis, and no op
-    outside of the loop uses the tensor. The user must also have set `LowerParams.stream_slots`.
+    True if each iteration needs only one element along the stream axis, no op outside of the loop
+    uses the tensor, and the user has set `LowerParams.stream_slots`.
     """
     fusion = program.fusion
     made_by = [op for op in (fusion.definition(tv),) if op is not None]

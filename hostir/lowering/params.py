@@ -12,20 +12,22 @@ class LowerParams:
     """The options of lowering a sharded fusion to a host program. The defaults are those of
     `FusionDefinition.execute`.
 
-    - `propagate`: tensors without annotation are sharded like their neighbours.
-    - `standalone`: ops that torch can compute remain separate ops. Results that the caller does not
-      get have no `Allocate`, as in nvFuser's `MultiDeviceExecutor`.
+    - `propagate`: a tensor without annotation is sharded like the tensors that are operands or
+      results of the same ops.
+    - `standalone`: every op that torch can compute remains a separate op, outside of kernels. A
+      result that is no output of the fusion has no `Allocate`, as in nvFuser's
+      `MultiDeviceExecutor`.
     - `offset_by_rank`: on each rank, a stream loop (whose iterations compute one block of a tensor
       each, on different streams) begins with the rank's own block. Blocks of other devices are
       received in a ring instead of broadcast. The option has no effect on a loop whose iterations
       gather or reduce blocks.
     - `inter_stream_synchronization`: the stream of the next loop iteration waits until the transfer
       of this iteration has been posted.
-    - `stream_slots`: saves memory. If each iteration of a stream loop uses one element of an axis,
-      and only the loop uses the tensor, memory has one element per stream instead of the whole
-      axis.
-    - `backend`: the library of communications; "" for the library of the device.
-    - `step_backend`: the library of transfers between ranks in loop iterations; "" for `backend`.
+    - `stream_slots`: saves memory for a tensor that only one stream loop uses, one element of an
+      axis per iteration. Memory then has one element per stream instead of the whole axis.
+    - `backend`: the library of communications; "" for the default library of the device.
+    - `step_backend`: the library of transfers between ranks in loop iterations; "" for the library
+      that `backend` names.
     """
 
     propagate: bool = True

@@ -84,8 +84,8 @@ def _no_dump(name: str, text: Callable[[], str], note: str = "", /) -> None:
 
 class Built(NamedTuple):
     """The result of compiling a fusion: its segments (kernels and the ops between them), the
-    verified host program, and its shardings. `shardings` are those before tensors were divided into
-    blocks for pipelining.
+    verified host program, and its shardings. `shardings` describe the fusion before tensors are
+    divided into blocks for pipelining.
     """
 
     segmented: SegmentedFusion
@@ -94,12 +94,12 @@ class Built(NamedTuple):
 
 
 class KernelFacts(NamedTuple):
-    """Facts about the inputs and the device on which the choice of kernels depends.
+    """Facts about the inputs and the device that decide which kernels are made.
 
-    - `sizes`: representative sizes. Schedulers make the same choices for all sizes of the input
-      class.
-    - `row_parts`: if not 0, a kernel that works along rows may also sum over all rows, as this many
-      partial sums that another kernel adds. `segment_fusion` has the same parameter.
+    - `sizes`: the sizes of an example of the inputs. With all other inputs that share the compiled
+      program, schedulers would make the same choices.
+    - `row_parts`: if not 0, a kernel that works along rows may also sum over all rows. The kernel
+      then computes this many partial sums, which another kernel adds.
     - `are_joined`: independent pointwise kernels may become one kernel.
     - `has_clusters`: a long row may be reduced by a cluster of CUDA blocks.
     """
@@ -111,8 +111,9 @@ class KernelFacts(NamedTuple):
 
     @classmethod
     def of(cls, input_class: InputClass, settings: Settings) -> KernelFacts:
-        """Returns the facts by which kernels are chosen. They follow from `input_class`, which has
-        the sizes and the kind of device, and from `settings`, the options of a call.
+        """Returns the facts by which kernels are chosen. They follow from `input_class`, a class of
+        inputs that share one compiled program, and from `settings`, the options of a call. The
+        input class has the sizes and the kind of device.
         """
         target = target_of(input_class.device, settings.argument("schedules_for"))
         is_cuda = target.kind == "cuda"
@@ -138,7 +139,8 @@ def build_program(
     overlap: Overlap | None = None,
     settings: Settings = NO_SETTINGS,
 ) -> Built:
-    """Compiles the fusion `definition` to a host program for one class of inputs.
+    """Compiles the fusion `definition` to a host program for one class of inputs (inputs that share
+    a compiled program).
 
     `definition` is not changed. `backend_name` is the library that communications name. `overlap`
     divides tensors into blocks, so that communication and computation can overlap; None divides no

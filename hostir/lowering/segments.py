@@ -66,9 +66,9 @@ def lower(
     """Returns the host program of a fusion that is divided into segments (kernels and the ops
     between kernels).
 
-    The fusion must have its final shardings. `loops` are the fusion's stream loops, whose
-    iterations compute one block of a tensor each; if None, `lower` finds them. `backend_name` is
-    the library that communications name. The program has no deallocations yet:
+    The caller ensures that the fusion has its final shardings. `loops` are the fusion's stream
+    loops, whose iterations compute one block of a tensor each; if None, `lower` finds them.
+    `backend_name` is the library that communications name. The program has no deallocations yet:
     `hostir.passes.deallocation.run_passes` adds them.
     """
     found = StreamLoops(segmented.fusion) if loops is None else loops
@@ -273,9 +273,9 @@ def _is_in_place(out: TensorView, into: TensorView, segments: Sequence[Segment])
     """Whether the kernel that computes `out` may write `out` into the buffer of the input `into`,
     because no op can observe this.
 
-    Three conditions must hold. One kernel writes the whole buffer. No other op reads the old value
-    then or later, also not through a view. Within the kernel, element i of `into` is read only for
-    element i of `out`.
+    True if three conditions hold. One kernel writes the whole buffer. No other op reads the old
+    value then or later, also not through a view. Within the kernel, element i of `into` is read
+    only for element i of `out`.
     """
     at = next((i for i, s in enumerate(segments) if out in s.outputs), None)
     if out.dtype() is not into.dtype() or at is None:
@@ -288,11 +288,11 @@ def _is_in_place(out: TensorView, into: TensorView, segments: Sequence[Segment])
 
 
 def _is_packed(tv: TensorView) -> bool:
-    """Whether a communication sends `tv`, and torch could compute `tv` in another memory layout
-    than the one that `tv` declares.
+    """Whether memory for `tv` must be allocated before the op that computes `tv`, so that `tv` has
+    the memory layout that it declares.
 
-    Such a result needs an `Allocate`, because ranks must agree about the layout that they exchange.
-    Without one, torch allocates the result.
+    True if a communication sends `tv`, and torch could choose another layout when it allocates the
+    result of the op. Ranks must agree about the layout of the data that they send.
     """
     has_rows = isinstance(tv.definition(), nodes.LibraryOp) and memory_layout.lies_in_order(tv)
     return any(map(communicates, tv.uses())) and not has_rows

@@ -106,8 +106,9 @@ def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scala
 
 @lru_cache(MAX_MESHES)
 def _distance(mesh: DeviceMesh, ptype: ParallelType) -> int | None:
-    """Returns the difference between the global ranks of two neighbours along the mesh dimension
-    `ptype`. Returns None if the difference is not constant.
+    """Returns the difference between the global ranks of two neighbours (devices whose coordinates
+    along the mesh dimension `ptype` differ by one). Returns None if not all neighbours have the
+    same difference.
 
     If the mesh has only one device along the dimension, the result is 1.
     """
@@ -135,11 +136,12 @@ def rotated(
 
 
 def reached(index: Scalar, count: Scalar, mesh: DeviceMesh, by: ParallelType) -> Scalar:
-    """Returns the coordinate of the device that needs the current rank's own block in iteration
-    `index` of a stream loop (its iterations run on different streams). In each of the `count`
-    iterations, every device needs the block of another device.
+    """Returns the coordinate of the device to which the current rank sends its own block in
+    iteration `index` of a stream loop (its iterations run on different streams).
 
-    `reached` inverts `rotated`. `by` is the mesh dimension of the coordinate.
+    In a stream loop with `count` iterations, `rotated` says which device's block a device needs.
+    `reached` is the inverse: which device needs the block of this rank. `by` is the mesh dimension
+    of the coordinate.
     """
     return sc.mod(sc.sub(sc.add(count, coordinate(mesh, by)), index), count)
 
@@ -169,8 +171,9 @@ def _has_device_parts(domain: TensorDomain) -> bool:
 
 
 def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
-    """Returns `domain` without the axis number `gone`, if the domain has an axis of partial sums
-    over devices. Returns None for other domains, which need no special treatment.
+    """Removes the axis number `gone` from `domain` (the axes of a tensor), if the domain has an
+    axis of partial sums over devices. Returns None for a domain without such an axis. The caller
+    then simply copies the other axes.
 
     Example, in which the stream axis (an axis divided over the iterations of a loop) is removed:
 
@@ -178,7 +181,7 @@ def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
         -> root [M, r], logical [M, iDIDx, r]
 
     The root axes are those before the split of the reduction axis K, the logical axes those after
-    it.
+    the split.
     """
     if not _has_device_parts(domain):
         return None
@@ -219,12 +222,11 @@ def slots(tv: TensorView, position: int) -> TensorView:
 
 
 def block(tv: TensorView, ptype: ParallelType) -> TensorView:
-    """Returns a new tensor that stands for a view of one block of `tv`. The axis of `tv` with the
-    parallel type `ptype`, a stream axis (an axis divided over the iterations of a loop), divides
-    `tv` into blocks.
+    """Returns a new tensor that stands for a view of one block of `tv`. A stream axis, which has
+    the parallel type `ptype`, divides `tv` into blocks: one per iteration of a loop.
 
-    `tv` may have several stream axes. One call divides along one of them; the others are handled by
-    other views.
+    `tv` may have several stream axes. The view has one block along the axis of type `ptype`, and
+    all elements along the other axes.
     """
     fusion = tv.fusion
     kept = tv.domain if _has_device_parts(tv.domain) else tv.domain.without_root()
@@ -241,9 +243,11 @@ Order = list[tuple[int, bool | None]]
 
 
 def _cut(tv: TensorView, position: int) -> Order:
-    """Returns the memory order of a part of `tv`, which has only some elements along the axis
-    `position`. Because the part has gaps in memory, the next axis outside of `position` is marked
-    as not contiguous.
+    """Returns the memory order of a part of `tv`: (axis position, whether contiguous) for each
+    axis, outermost first. The part has only some of the elements along the axis `position`.
+
+    The part has gaps in memory. Therefore the next axis outside of `position` is marked as not
+    contiguous.
     """
     order = list(memory_order(tv))
     at = next(k for k, (p, _) in enumerate(order) if p == position)
@@ -273,12 +277,12 @@ _dropped: WeakKeyDictionary[HostIrContainer, dict[Op, Dropped]] = WeakKeyDiction
 
 
 def dropped_axes(op: LaunchKernel | PostOnStream, program: HostIrContainer) -> Dropped:
-    """Returns the axes of extent 1 that a kernel's fusion has but the operands and results of its
-    launch lack.
+    """Returns the axes of extent 1 that a kernel's fusion has, but the tensors that its launch `op`
+    passes do not have.
 
-    In a loop, a launch may pass a view of one element along an axis, which lacks this axis. The
-    first dictionary has the axes by position of the operand, and the second by position of the
-    result. A `PostOnStream` has no such axes.
+    A launch in a loop may pass a view of one element along an axis. Such a view lacks the axis. The
+    first dictionary has the positions of the axes per operand of the launch, the second per result.
+    Both dictionaries are empty for a `PostOnStream`, which passes no such views.
     """
     if isinstance(op, PostOnStream):
         return {}, {}
@@ -308,8 +312,9 @@ def _find_dropped(op: LaunchKernel, program: HostIrContainer) -> Dropped:
 
 # ------------------------------------------------------------------ shorter blocks
 def _has_blocks(tv: TensorView) -> bool:
-    """Whether a stream loop, which computes one block per iteration, divides the tensor of a kernel
-    into blocks. The last blocks may be shorter than the others.
+    """Whether the kernel in which `tv` is a tensor works on one block of `tv` per launch, because a
+    stream loop divides `tv` into blocks, one per iteration. The last blocks may be shorter than the
+    others.
     """
     return cut_axis(tv) is not None and is_block(tv)
 
@@ -323,9 +328,10 @@ def cut_axis(tv: TensorView) -> StreamAxis | None:
 
 def block_type(tv: TensorView) -> ParallelType:
     """Returns the parallel type of the stream axis that divides a logical axis of `tv` into blocks.
+    The caller ensures that `tv` has one, otherwise an assertion fails.
 
-    If a loop runs over several stream axes, the number of an iteration has one digit per axis. The
-    type says which digit is the number of the block.
+    If a loop runs over several stream axes, each iteration has one index per axis. The type says
+    which of these indices is the number of the block.
     """
     axis = cut_axis(tv)
     assert axis is not None, f"no stream axis divides {tv} into blocks"
@@ -333,9 +339,9 @@ def block_type(tv: TensorView) -> ParallelType:
 
 
 def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
-    """Returns (position, tensor) of a tensor of a kernel whose block may be shorter in some
-    iterations of a stream loop, which computes one block per iteration. From this tensor, a launch
-    learns the size of its block.
+    """Returns (position, tensor) of a tensor of which a kernel computes or reads one block per
+    iteration of a stream loop, so that the block may be shorter in some iterations. From this
+    tensor, a launch of the kernel learns the size of its block.
 
     Returns None if all iterations have equal sizes. Positions count the kernel's tensor inputs,
     then its outputs. The position is -1 for a tensor inside of the kernel (see
@@ -410,10 +416,12 @@ def with_places(fusion: Fusion, block_of: BlockOf = _no_steps) -> tuple[Fusion, 
 
 
 def check_places(ops: Iterable[Op]) -> None:
-    """Raises `UnsupportedError` for a random op in `ops` whose parts on all ranks or in all loop
-    iterations would get the same random numbers.
+    """Raises `UnsupportedError` for a random op in `ops` that would compute the same random numbers
+    on all ranks or in all loop iterations.
 
-    A program built by hand can have such an op, and also a program with dropout on several ranks.
+    Kernels of a `FusionDefinition` receive the position of their part in the whole tensor, from
+    which the random numbers follow. A random op in a program built by hand does not receive it, and
+    neither does dropout in an attention op on several ranks.
     """
     ops = list(ops)
     check_dropout(ops)

@@ -1,5 +1,6 @@
-"""Lowers segments that are computed one block at a time to one loop of the host program. The
-iterations of the loop run on different streams, and an iteration is also called a step.
+"""Lowers segments (kernels and the ops between kernels) that are computed one block at a time to
+one loop of the host program. The iterations of the loop run on different streams, and an iteration
+is also called a step.
 
 A stream axis, which is divided over the iterations, may be a logical axis, or the outer part of a
 split. The structure of the loop is the same for both, apart from the place where the first stream
@@ -28,7 +29,8 @@ The communication of a step is one of these:
     broadcast, ring, permutation
                  from devices to steps: a step sends one device's block to the others
     reduction    from steps to devices: a step sums one device's block, on that device
-    exchange     the same in a ring: a step sends a block to one device and receives one
+    exchange     from steps to devices: a step sends a block to one device and receives another
+                 block from one device
 """
 
 from __future__ import annotations
@@ -107,12 +109,12 @@ STANDALONE_OPS = (nodes.LibraryOp, nodes.BinaryOp, nodes.ReductionOp, SliceOp)
 
 
 def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp], bool]:
-    """Returns a function that says whether an op is computed separately, as an op of the host
-    program outside of kernels.
+    """Returns a function that says whether an op becomes a separate op of the host program, instead
+    of a part of a kernel.
 
-    Library ops are computed separately, and also plain copies in one of the stream `loops` (which
-    compute tensors block by block). With `params.standalone`, all ops that torch can compute and
-    all plain copies are computed separately.
+    The function returns True for library ops, and for plain copies in one of the stream `loops`
+    (which compute tensors block by block). If `params.standalone` is set, it also returns True for
+    every other op that torch can compute, and for every plain copy.
     """
     if params.standalone:
         return lambda op: isinstance(op, STANDALONE_OPS) or is_copy(op)
@@ -132,8 +134,8 @@ class RingEmitter:
            IF Manual (to == rank):  T2 = Set( T0 )
            ELSE:  StartCoalescing; recv T2 from `source`; send T0 to `to`; EndCoalescing 2; Wait 2
 
-    With peer copies, such a matmul uses this rank's own block without a copy. The matmul reads the
-    block from the operand, or writes its result into the result of the exchange:
+    In a peer copy, the receiver copies directly out of the sender's memory. With peer copies, such
+    a matmul uses this rank's own block where the block is, without a copy:
 
         IF Manual (to == rank):  T5 = matmul( T0, T4 )   ELSE:  T5 = matmul( T2, T4 )
     """
@@ -151,9 +153,9 @@ class RingEmitter:
     def receive_from_owner(
         self, op: nodes.Reshard, inp: TensorView, out: TensorView, team: TeamOf
     ) -> None:
-        """Adds the transfer by which one loop iteration receives its block from the device that
-        stores this block. In the same iteration, this rank sends its own block to the device that
-        needs it.
+        """Adds to the iteration of a stream loop a transfer that receives the iteration's block
+        from the device that stores the block. In the same iteration, this rank sends its own block
+        to the device that needs this block.
 
         `op` is the reshard (change of sharding) that is lowered. `inp` is this rank's own block,
         `out` is the memory for the received block, and `team` are the devices. In the iteration
@@ -184,7 +186,7 @@ class RingEmitter:
 
         In one iteration, this rank needs its own result, so nothing is sent. With `offset_by_rank`,
         that is the first iteration, and otherwise the last. Raises `UnsupportedError` if all
-        devices would begin with the same block.
+        devices would begin with the same block, because then all would send to the same device.
         """
         loop = self._loop
         if not loop.begins_at_rank and stepping_axis(op.inp).swizzle is None:
@@ -234,8 +236,10 @@ class RingEmitter:
         lowered.
 
         `to` and `source` are the coordinates of these devices in the team. If `to` is this rank,
-        nothing is sent, and the ops `own` run instead. `after` are the ops that follow a peer copy.
-        If `inp` was computed on another stream, `sent_on` is that stream.
+        nothing is sent, and the ops `own` run instead. With peer copies, the receiver copies out of
+        the sender's memory. The ops `after` then run after this rank has received `out`, and
+        `sent_on` is the stream on which `inp` was computed; None if that is the stream of the
+        iteration.
         """
         team = team_of(op)
         (ptype,) = team.ptypes
@@ -283,11 +287,13 @@ class RingEmitter:
         self._body.steps.append(IfThenElse(found[0][0], then=(mine,), orelse=(step,)))
 
     def _is_for_products(self, tv: TensorView) -> bool:
-        """Whether only matmuls read the blocks that each iteration of a stream loop (its iterations
-        run on different streams) copies from other ranks into `tv`.
+        """Whether matmuls can read this rank's own block directly from the memory where this rank
+        stores it. `tv` is the tensor whose blocks a stream loop (its iterations run on different
+        streams) copies from other ranks, one per iteration.
 
-        Such a matmul can read this rank's own block from the operand, without a copy. With NCCL
-        this is not done, because NCCL's kernels would wait for that matmul.
+        If True, this rank's own block is not copied into `tv`. False if an op other than a matmul
+        reads `tv`. Also False without peer copies, for example with NCCL, because NCCL's kernels
+        would wait for that matmul.
         """
         uses = self._program.fusion.uses(tv)
         return (
@@ -297,11 +303,12 @@ class RingEmitter:
         )
 
     def _is_exchanged(self, op: TensorOp) -> bool:
-        """Whether `op` is a matmul of which each iteration computes a block for a different device.
-        The blocks are then exchanged, and the matmul can write this rank's own block directly into
-        its final place.
+        """Whether `op` is a matmul of which each iteration computes a block for a different device,
+        so that devices exchange the blocks. The matmul can then write this rank's own block
+        directly into its final place.
 
-        This needs a separate place in the result for the block of each sender.
+        Returns False if the result of the exchange does not have a separate place for the block of
+        each sender.
         """
         out = op.out_tensor
         uses = self._program.fusion.uses(out)
@@ -412,8 +419,8 @@ class CollectiveEmitter:
         is stored on the one device that needs it. `op` is the reshard (change of sharding) that is
         lowered.
 
-        Raises `UnsupportedError` with `offset_by_rank`, because all devices must reduce the same
-        block at the same time.
+        Raises `UnsupportedError` with the option `offset_by_rank`: each device then begins with its
+        own block, but all devices must reduce the same block at the same time.
         """
         if self._program.params.offset_by_rank:
             raise UnsupportedError(
@@ -443,8 +450,8 @@ class CollectiveEmitter:
         )
 
     def _bring(self, op: nodes.Reshard) -> None:
-        """Adds the communication by which one loop iteration gets the block that another device
-        has. `op` is the reshard (change of sharding).
+        """Adds the communication by which one iteration of a stream loop gets its block from the
+        device that stores the block. `op` is the reshard (change of sharding) that is lowered.
 
         In a broadcast, device k sends its block to all others in iteration k. If each device begins
         with its own block, the blocks move in a ring or a permutation instead.
@@ -497,7 +504,8 @@ class StreamLoopBuilder:
 
         kernel          before: ALLOCATE of its results       step: LaunchKernel of the parts
         library op      before: ALLOCATE of its result        step: the op of the parts
-        view            before: the op of the whole; or in the step, if it has its own blocks
+        view            before: the op of the whole tensor
+                   or   step: the op of the part, if each step allocates the part of the result
         communication   see `CollectiveEmitter`
     """
 
@@ -566,7 +574,8 @@ class StreamLoopBuilder:
 
     def _copied_view(self, op: TensorOp) -> None:
         """Adds a view op that the loop computes one block at a time. The view of the whole tensor
-        is made before the loop, and each iteration copies its part."""
+        is made before the loop. Each iteration copies its part of this view into the result.
+        """
         out = self._program.twins[op.out_tensor]
         domain, _ = clone_domain(out.fusion, out.domain)
         view = out.fusion.new_tensor(domain, out.dtype(), mesh=out.mesh, memory=MemoryType.global_)

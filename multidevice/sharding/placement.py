@@ -77,10 +77,9 @@ Placement = tuple[Cuts, ...]
 
 
 def is_plain_broadcast(axis: IterDomain) -> bool:
-    """Returns whether a broadcast axis has extent 1, so that there is nothing to divide over
-    devices.
+    """Returns whether an axis is a broadcast axis of extent 1, so that devices cannot divide it.
 
-    A broadcast axis that was expanded to a larger extent is no such axis.
+    Returns False for a broadcast axis that was expanded to a larger extent.
     """
     return axis.is_broadcast and axis.expanded is None
 
@@ -130,12 +129,13 @@ def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
 
 
 def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
-    """Returns the logical axis that a loop axis divides into blocks, and how deep the blocks are
-    nested.
+    """Returns the logical axis that the loop axis `axis` divides into blocks, and the depth of the
+    blocks.
 
     A loop axis is an axis after splits and merges; a logical axis is one that the user sees. The
     result is (number of the logical axis, depth). Depth 0 means that the loop axis is the logical
-    axis itself. Blocks of a larger depth are inside the blocks of smaller depths.
+    axis itself. If several loop axes divide one logical axis, the blocks of a larger depth are
+    inside the blocks of smaller depths.
 
     Raises `UnsupportedError` if `axis` does not number blocks of consecutive elements, because it
     is the inner part of a split, or part of a merge.
@@ -251,9 +251,14 @@ def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scal
     """Returns the extent that one device has of an axis of extent `extent` after it is divided by
     `cuts`.
 
-    With `block`, returns the extent that one step of a stream loop computes on the device. `block`
-    says which step: "first" is any before the last one with elements, "last" is that one, and
-    "empty" any after it. If `block` is None, divisions into steps are ignored.
+    With `block`, returns the extent that one step of a stream loop computes on the device. The
+    blocks of steps may differ in size, so `block` selects a step:
+
+    - "last": the last step that has elements; its block may be shorter than earlier blocks;
+    - "first": any step before the last one with elements;
+    - "empty": any step after the last one with elements.
+
+    If `block` is None, divisions into steps are ignored.
     """
     for cut in cuts:
         if cut.ptype.is_device or block is not None:
@@ -302,18 +307,17 @@ def outside_streams(cuts: Cuts) -> Cuts:
     """Returns the cuts of an axis that are outside its first division into steps of a stream loop.
 
     A cut divides an axis into blocks, over devices or over steps, and is inside the cuts before it.
-    The cuts inside the division into steps are left out, because without it they would make other
-    blocks. Returns all cuts if there is no division into steps.
+    Cuts inside the division into steps are left out: if only this division were removed, they would
+    make other blocks. Returns all cuts if there is no division into steps.
     """
     position = next((k for k, c in enumerate(cuts) if c.ptype.is_stream), len(cuts))
     return cuts[:position]
 
 
 def without_streams(cuts: Cuts) -> Cuts:
-    """Returns the cuts of an axis without the innermost one, if that one is over the steps of a
-    stream.
+    """Returns `cuts` without the innermost cut, if that cut is over the steps of a stream loop.
 
-    A cut divides an axis into blocks, over devices or over steps; the innermost cut is last. A cut
+    A cut divides an axis into blocks, over devices or over steps. The innermost cut is last. A cut
     over steps that has a cut over devices inside it is kept, because it determines which elements a
     device has.
     """
@@ -322,7 +326,7 @@ def without_streams(cuts: Cuts) -> Cuts:
 
 
 def only_devices(cuts: Iterable[Cut]) -> Cuts:
-    """Returns those cuts of an axis that divide it over devices, not over the steps of a stream
+    """Returns those of the divisions `cuts` that are over devices, not over the steps of a stream
     loop.
     """
     return tuple(c for c in cuts if c.ptype.is_device)
@@ -370,9 +374,9 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
     """Divides a logical axis over devices or the iterations of a stream loop once more, inside the
     blocks that it has.
 
-    `number` identifies the axis. If `cut.whole` is set, each block is one index, so the axis itself
-    gets the parallel type. Otherwise the axis is split, and the outer part gets the type. Returns
-    False, and changes nothing, if the axis cannot be divided further.
+    `number` is the id of the axis (`IterDomain.number`). If `cut.whole` is set, each block is one
+    index, so the axis itself gets the parallel type. Otherwise the axis is split, and the outer
+    part gets the type. Returns False, and changes nothing, if the axis cannot be divided further.
     """
     rest = _remainder(tv, number)
     if rest is None:
@@ -390,8 +394,9 @@ def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
     """Divides a logical axis of a tensor several times over devices or the iterations of a stream
     loop.
 
-    `number` identifies the axis. `cuts` lists the divisions, outermost first. Each must be
-    possible; the function fails with an assertion otherwise.
+    `number` is the id of the axis (`IterDomain.number`). `cuts` lists the divisions, outermost
+    first. The caller ensures that the axis can be divided so often, otherwise an assertion fails:
+    an axis of which each block is a single index cannot be divided further.
     """
     for cut in cuts:
         placed = add_cut(tv, number, cut)
@@ -399,11 +404,11 @@ def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
 
 
 def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
-    """Removes mesh dimensions and stream types from the axes that `drop` accepts, so they stay
-    undivided.
+    """Removes the mesh dimension or stream type from each axis that `drop` accepts. Such an axis is
+    then no longer divided.
 
-    Splits that no longer have a use are removed, too. Both outputs of such a split are serial loop
-    axes, and none is in the allocation domain, which describes the memory layout.
+    Splits that no longer have a use are removed, too: splits of which both results are serial loop
+    axes, and neither result is in the allocation domain, which describes the memory layout.
     """
     domain = tv.domain.with_axes(
         *(replace(a, ptype=ParallelType.serial) for a in spread_axes(tv) if drop(a))
@@ -478,13 +483,12 @@ def _is_unit(axis: IterDomain) -> bool:
 
 
 class _Outermost(Rules[bool]):
-    """Rules for a walk over splits and merges that finds axes which divide into blocks in the same
-    way.
+    """Rules for a walk over splits and merges that finds axes with the same blocks as a given axis.
 
-    The n blocks of an axis are also the n blocks of the outermost part of its split. The same is
-    true for a merge in which the axis is outermost. So the walk selects the outermost part of each
-    selected axis, and each axis of which a selected axis is the outermost part. Axes of extent 1,
-    and axes that devices or steps share, are passed over, because the part beside them is then the
+    If an axis is divided into n blocks, the outermost part of its split has the same n blocks, and
+    so has a merge in which the axis is outermost. So the walk goes from an axis to its outermost
+    part, and to each axis of which it is the outermost part. Axes of extent 1 do not count as
+    outermost, and neither do axes that devices or steps share: then the part beside them is the
     outermost.
     """
 
@@ -555,12 +559,12 @@ def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
 
 
 def path_to_root(tv: TensorView, logical: IterDomain) -> tuple[int, ...]:
-    """Returns the numbers of the axes between a logical axis and the root axis from which it was
-    made.
+    """Returns the numbers of all axes on the path from a logical axis to its root axis, with both
+    ends.
 
     A root axis is an axis before a reshape's splits and merges; a logical axis is one after them.
-    The result begins with the logical axis, and contains the root axis. The extents of all these
-    axes change if devices share the logical axis.
+    The logical axis is first. The extents of all these axes change if devices share the logical
+    axis.
     """
     steps = path(tv.domain, (logical,), tv.domain.maybe_root)
     return tuple(replay(steps, {logical.number: True}, _TowardsRoot(tv)))

@@ -154,12 +154,12 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
 
 
 def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]) -> bool:
-    """Returns whether operands can be divided over devices or the iterations of a stream loop like
-    one axis of the result.
+    """Returns whether the cuts of one axis of a result correspond to cuts of the op's operands.
 
-    If so, no data must be moved. `cuts` maps axis numbers to their cuts (divisions into blocks).
-    The condition is that the cuts of `logical` make the same blocks of its root axis: the axis from
-    which a reshape in `tv` made it.
+    If so, the op needs no communication along this axis. A cut divides an axis into blocks, one per
+    device or per step of a stream loop; `cuts` maps axis numbers to their cuts. The condition is
+    that the cuts of `logical` make the same blocks of its root axis: the axis from which a reshape
+    in `tv` made `logical`.
     """
     root = origin_root(tv, logical)
     if root is None:
@@ -171,12 +171,13 @@ def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]
 def uncuttable_axes(
     op: TensorOp, ptypes: Collection[ParallelType], out: TensorView | None = None
 ) -> set[int]:
-    """Returns the numbers of the result's axes that are divided, although the op needs them whole.
+    """Returns the numbers of the axes of a result along which the op cannot compute only the part
+    of a device or step.
 
     No division of the operands gives the same blocks of the result, for example along the axis of a
-    concatenation. So the op must compute the result without this division over devices or steps.
-    Divisions along parallel types that are not in `ptypes` are ignored. If `out` is None, the first
-    result of the op is used.
+    concatenation. So the op must compute the result without a division of these axes over devices
+    or steps. Divisions along parallel types that are not in `ptypes` are ignored. If `out` is None,
+    the first result of the op is used.
     """
     out = op.out_tensor if out is None else out
     if isinstance(op, RandomOp):
@@ -187,11 +188,12 @@ def uncuttable_axes(
 
 
 def _is_one_cut(root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
-    """Returns whether `cuts` divide a result's axis and its root axis into the same blocks at any
+    """Returns whether `cuts` make the same blocks of an axis and of its root axis, whatever the
     extent.
 
-    The root axis `root` is the axis before a reshape from which `logical` was made. The result is
-    True in two cases: both are the same axis; or `logical` has one index per block of a reduction
+    The root axis `root` is the axis before a reshape from which `logical` was made; `cuts` are
+    divisions over devices or the steps of a stream loop. The result is True in two cases: both are
+    the same axis; or `logical` is an axis of partial sums, with one index per block of a reduction
     axis that a stream loop divides.
     """
     is_stream = any(c.ptype.is_stream for c in cuts)
@@ -204,10 +206,12 @@ def _comes_from_reduction(tv: TensorView, logical: IterDomain) -> bool:
 
 
 def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDomain) -> Cuts:
-    """Returns the divisions of the axis `source` in the form that the axis `target` needs.
+    """Returns the divisions of the axis `source` as divisions of the axis `target` into equally
+    many blocks.
 
-    If the extents differ, one index of `source` per device or step is not one index of `target`. So
-    a division without a split (`Cut.whole`) becomes a split.
+    `cuts` are divisions over devices or steps of a stream loop. With `Cut.whole`, each block is one
+    index and no split is needed. If the extents differ, this cannot be so for both axes, so such a
+    division becomes a split.
     """
     if fusion.canonical(source.size) == fusion.canonical(target.size):
         return cuts
@@ -233,9 +237,10 @@ def _divide(tv: TensorView, root: IterDomain, logical: IterDomain, cuts: Cuts) -
     """Returns whether `cuts` divide a logical axis, and also its root axis, into blocks of equal
     size.
 
-    The root axis is the axis before a reshape from which the logical axis was made; one of the two
-    is the outermost part of the other. If so, both have the same blocks. Blocks of unequal size
-    would end at different elements of the two axes.
+    The root axis is the axis before a reshape from which the logical axis was made. The caller
+    ensures that one of the two is the outermost part of the other. Then both axes have the same
+    blocks if all blocks have equal size. Blocks of unequal size would end at different elements of
+    the two axes.
     """
     return _divides(tv, root, cuts) and _divides(tv, logical, cuts)
 
@@ -290,8 +295,8 @@ def apply_steps(
     transfers: Transfers,
     ptypes: Collection[ParallelType] = STREAM_TYPES,
 ) -> tuple[Cut, ...]:
-    """Divides the axes of `target` as `transfers` says, but takes over all or none of the loop's
-    steps.
+    """Divides the axes of `target` as `transfers` says, but takes over either all steps of the loop
+    that computes `source`, or none.
 
     `transfers` lists axes and their cuts: divisions into blocks, one per device or per step of a
     stream loop. A loop over several merged axes of `source` has one stream type for each of them.
@@ -334,13 +339,14 @@ def fitting_placement(
     mesh: DeviceMesh | None,
     parts: Collection[ParallelType],
 ) -> Placement:
-    """Returns how to divide a copy of `source` on `mesh`: as `transfers` says, as far as possible.
+    """Returns how a copy of `source` on `mesh` can be divided, following `transfers` as far as
+    possible.
 
     - `transfers`: the wanted cuts of each axis, that is, its divisions over devices or the
       iterations of a stream loop.
-    - `parts`: the stream types of the op that reads the copy; each is one axis over which its loop
-      runs. If the copy cannot have all of them, it has none, because its steps would be those of
-      another loop.
+    - `parts`: the stream types of the op that reads the copy, one for each axis over which the op's
+      loop runs. A copy with only some of these types would be computed in another loop. So if the
+      copy cannot have all of them, it has none.
 
     Divisions into steps are also left out if a step cannot copy its block from `source`.
     """
@@ -374,11 +380,12 @@ def _is_copied_in_steps(
     """Returns whether each step of a stream loop can copy its block of an axis from `source`.
 
     `cuts` says how the copy's axis at `position` is divided, over devices and into the steps of the
-    loop, outermost first. This is possible in three cases:
+    loop, outermost first. The result is True in four cases:
 
-    - `source` has the same divisions, or the innermost division is not into steps;
+    - the innermost division is not into steps;
+    - `source` has the same divisions;
     - the copy and `source` are divided over devices in the same way, so a step slices local data;
-    - each step needs the block of one device, which then sends it.
+    - each step needs the block of one device, and this device sends the block.
     """
     have = placement(source)[position]
     if not cuts or not cuts[-1].ptype.is_stream or have[: len(cuts)] == cuts:
@@ -390,9 +397,9 @@ def _is_copied_in_steps(
 def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None) -> bool:
     """Returns whether each step of a copy of `source` receives the block that one device has.
 
-    The copy is on `mesh`, and a stream loop computes its axis at `position` block by block, as
-    `cuts` says; `source` is divided over devices along this axis instead. The steps may be rotated,
-    so that each device starts with its own block.
+    `source` is divided over devices along its axis at `position`. The copy is on `mesh`; a stream
+    loop computes the same axis of the copy block by block, as `cuts` says. Returns True if the
+    blocks of the steps are the blocks of the devices. Each device may start with its own block.
     """
     have = placement(source, DEVICE_TYPES)[position]
     if len(have) != 1 or len(cuts) != 1 or source.mesh != mesh:
@@ -434,8 +441,7 @@ def _is_bare(tv: TensorView) -> bool:
 
 
 def _rank_of(tv: TensorView) -> tuple[int, int]:
-    """Returns a sort key that orders tensors by precedence: the others follow the sharding of the
-    first.
+    """Returns a sort key by which the tensors come first whose sharding other tensors follow.
 
     Tensors with more divided axes are first, then tensors with more mesh dimensions.
     """
@@ -444,11 +450,11 @@ def _rank_of(tv: TensorView) -> tuple[int, int]:
 
 
 def reference_operands(op: TensorOp) -> list[int]:
-    """Returns the indices of an op's tensor operands; the result follows the sharding of the first
-    ones.
+    """Returns the indices of an op's tensor operands in order of precedence: the result of the op
+    takes over the sharding of the first operand, then of the others as far as possible.
 
-    The op class may prescribe operands (`REFERENCES`). Otherwise the operands with the most divided
-    axes are first.
+    The op class may prescribe these operands (`REFERENCES`). Otherwise the operands with the most
+    divided axes are first.
     """
     indices = [i for i, _ in tensor_operands(op)]
     if op.REFERENCES:
@@ -457,12 +463,13 @@ def reference_operands(op: TensorOp) -> list[int]:
 
 
 def spread_reductions(fusion: Fusion) -> None:
-    """Divides the reduction axes of results over devices as the operands are, and changes nothing
-    else.
+    """Divides the reduction axes of results over devices like the operands' axes over which they
+    sum.
 
-    Used for fusions in which the user has placed every tensor. The user decides how results are
-    stored, but not how sums are computed: each device sums its own part. Raises `ShardingError` if
-    the user divided an axis over which an op sums, and no operand is divided.
+    Changes nothing else. Used for fusions in which the user has placed every tensor: the user
+    decides how results are stored, but not how sums are computed. Each device then sums its own
+    part. Raises `ShardingError` if the user divided an axis over which an op sums, and no operand
+    is divided.
     """
     summed = _summed_cuts(fusion)
     for op in fusion.exprs:
@@ -532,7 +539,8 @@ def _is_partial_sum(tv: TensorView) -> bool:
 
 
 def _how_to_cut(tv: TensorView, cut: Cut) -> str:
-    """Returns the calls that divide an axis of the result that is not summed, for error messages.
+    """Returns advice for an error message: the calls that divide an axis of the result over which
+    the op does not sum.
 
     `cut` is the division that the user made on a summed axis.
     """
@@ -632,7 +640,8 @@ def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfer
 
 
 def _reduction_only(op: TensorOp, index: int, out: TensorView) -> Transfers:
-    """Returns how devices share the reduction axes of the result `out`, following an operand.
+    """Returns how devices share the reduction axes of the result `out`, if they share the
+    corresponding axes of operand number `index`.
 
     Each entry is (reduction axis of `out`, its divisions). Used if the user has placed `out`,
     because then the other axes of `out` must not change.

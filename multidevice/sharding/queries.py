@@ -60,7 +60,8 @@ def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The sharding of a tensor: which mesh dimension or stream loop divides which of its axes.
+    """The sharding of a tensor: which of its axes are divided, along which mesh dimension or stream
+    loop.
 
     - `axes`: maps each mesh dimension or stream type to the position of the axis that it divides.
     - `cuts`: for each axis, its divisions into blocks (`Cut`), outermost first.
@@ -205,12 +206,12 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
 
 
 def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] | None:
-    """Returns the attention op for which `axis` of the tensor `tv` is the heads of its keys or
-    values.
+    """Returns the attention op that reads the tensor `tv` as keys or values, with their heads along
+    `axis`.
 
-    The error about an extent that devices cannot divide has better advice in this case. Returns
-    (attention op, name of its operand), or None if there is no such op. The search follows the ops
-    that read the tensor, as long as their results keep the axis.
+    Returns (attention op, name of its operand), or None if there is no such op. The search follows
+    the ops that read the tensor, as long as their results keep the axis. Used for the error about
+    an extent that devices cannot divide: for heads of keys or values, the error has better advice.
     """
     position = tv.domain.no_reductions.index(axis)
     seen, left = {tv}, [(tv, position)]
@@ -408,8 +409,8 @@ def check_swizzles(fusion: Fusion) -> None:
     """Raises `ShardingError` if `swizzle1d` names a mesh dimension that the tensor's mesh lacks.
 
     `swizzle1d` rotates the block numbers of an axis by the device's coordinate along that
-    dimension. Must be called after every tensor has its final mesh. Tensors that the user annotated
-    are checked first, so that the error names the user's line.
+    dimension. The caller ensures that every tensor has its final mesh. Tensors that the user
+    annotated are checked first, so that the error names the user's line.
     """
     for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines):
         for cut in (c for cuts in axis_cuts(tv).values() for c in cuts):

@@ -101,7 +101,8 @@ def communication_type(op: Reshard) -> CommunicationType:
 
     - AllToAll: every device exchanges blocks with every other device.
     - Broadcast: each step needs the block of one device, which sends it to all.
-    - CollectivePermute: the same, but every device starts with its own block.
+    - CollectivePermute: each device needs the block of another device, because every device starts
+      with its own block.
     - StepSlice: each step reads a block of local data.
 
     Instead of a Broadcast or a CollectivePermute, the lowering may choose any other communication
@@ -131,7 +132,8 @@ def communication_type(op: Reshard) -> CommunicationType:
 
 
 def _stored(tv: TensorView, position: int | None) -> int | None:
-    """Returns `position`, or None if the axis of `tv` at this position is a broadcast.
+    """Returns `position`, or None if the axis of `tv` at this position is a broadcast, or if
+    `position` is None.
 
     A broadcast axis has one element in memory, also if it was expanded. Every device stores this
     element, so the axis is not divided, and no communication moves its parts.
@@ -159,10 +161,10 @@ def is_step_slice(op: TensorOp) -> bool:
 
 
 def is_device_to_stream(op: TensorOp) -> bool:
-    """Returns whether each step of a stream loop sends the block of one device to every device.
+    """Returns whether, in `op`, each step of a stream loop receives the block of one device.
 
-    `op` is then a `Reshard` whose operand is divided over devices along the axis that its result
-    divides into steps.
+    `op` is then a `Reshard` (change of sharding). Its operand is divided over devices along an
+    axis, and its result is divided into steps along the same axis.
     """
     return _has_steps(op) and op.source == op.target
 
@@ -171,8 +173,9 @@ def is_exchange(op: TensorOp) -> bool:
     """Returns whether, in each step of a stream loop, every device sends one block and receives
     another.
 
-    `op` is then a `Reshard` between two axes: one is divided over devices before it and into steps
-    after it, and the other the other way round.
+    `op` is then a `Reshard` (change of sharding) that changes two axes. One axis is divided over
+    devices in the operand, and into steps in the result. The other axis is divided into steps in
+    the operand, and over devices in the result.
     """
     return _has_steps(op) and op.source != op.target
 
@@ -217,11 +220,11 @@ def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
 
 
 def is_same_cut(a: Cuts, b: Cuts) -> bool:
-    """Returns whether one of `a` and `b` divides an axis over devices, and the other into equal
-    steps.
+    """Returns whether `a` and `b` divide an axis into the same blocks, one of them over devices,
+    the other over the steps of a stream loop.
 
-    `a` and `b` are the divisions of an axis. Both must consist of a single one, with the same
-    blocks: the block of device i is also the block of step i.
+    `a` and `b` list divisions of the axis. If the result is True, the block of device i is also the
+    block of step i. Returns False if `a` or `b` does not have exactly one division.
     """
     if len(a) != 1 or len(b) != 1:
         return False
@@ -237,10 +240,10 @@ def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
     """Returns the positions, in `inp` and `out`, of the axis that a `Reshard` op gathers or
     scatters.
 
-    Such an op changes how a tensor is divided over devices. Reduction axes are not counted. An
-    entry is None if that tensor has no such axis. Both entries are None for an allreduce. The same
-    is true for a change between devices and the steps of a stream loop, because each step moves a
-    block unchanged.
+    Such an op changes how a tensor is divided over devices. Reduction axes are not counted. A
+    position is None if the tensor does not have the axis. Both positions are None for an allreduce.
+    Both are also None if a division over devices becomes a division over the steps of a stream
+    loop, or the reverse: each step then moves a block as it is, without joining or cutting it.
     """
     if _has_steps(op):
         return None, None
@@ -255,9 +258,10 @@ def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
 
 
 def sliced_axis(op: Reshard) -> int:
-    """Returns the position of the axis of which a local slice keeps one device's block.
+    """Returns the position of the axis along which a local slice keeps only one device's block.
 
-    The position is the same in `inp` and `out`; reduction axes are not counted.
+    The caller ensures that `op` is a local slice. The position is the same in `inp` and `out`;
+    reduction axes are not counted.
     """
     if op.target is not None:
         return op.target
@@ -384,8 +388,8 @@ def _changing_type(op: TensorOp) -> ParallelType:
     differently.
 
     If operand and result have two different meshes, all dimensions count as different. Then the
-    result is the dimension along which one of them is divided, or else mesh_x. Raises
-    `ShardingError` if there is more than one.
+    result is the dimension along which the operand or the result is divided, or else mesh_x. Raises
+    `ShardingError` if this rule gives several dimensions.
     """
     producer, consumer = op.inputs[0], op.out_tensor
     types = [p for p in DEVICE_TYPES if have_different_shardings(op, 0, (p,))]
@@ -416,11 +420,10 @@ def _position(tv: TensorView, ptype: ParallelType) -> int | None:
 
 
 class Copies:
-    """Creates copies of tensors that are placed differently, and returns an existing copy if
-    possible.
+    """Creates copies of tensors with another placement. Returns an existing copy if there is one.
 
     The placement of a tensor says how its axes are divided over devices and the iterations of a
-    stream loop. A copy is found by source tensor, mesh and placement.
+    stream loop. An existing copy is used if source tensor, mesh and placement are equal.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -446,8 +449,7 @@ class Copies:
     def feed(
         self, op: TensorOp, index: int, *, mesh: DeviceMesh | None, cuts: Placement
     ) -> TensorOp:
-        """Replaces operand `index` of an op by a copy that is placed differently; returns the new
-        op.
+        """Replaces operand `index` of an op by a copy with another placement; returns the new op.
 
         The copy is on `mesh`, and `cuts` says how its axes are divided over devices and the
         iterations of a stream loop.
@@ -493,12 +495,12 @@ def replace_operand(op: TensorOp, index: int, new: TensorView) -> TensorOp:
 
 
 def split_copies(fusion: Fusion, copies: Copies) -> None:
-    """Rewrites every copy as a chain of copies that each change the tensor along one mesh
+    """Rewrites every copy as a chain of copies that each change the division along one mesh
     dimension.
 
-    `copies` supplies copies that exist already. If a stream loop computes blocks that devices
-    share, the chain first gathers each block in its step of the loop. The reason is that the data
-    of a device consists of parts of several blocks.
+    `copies` supplies copies that exist already. A stream loop may compute blocks of which each
+    device has a part. The chain then first gathers each block in its step of the loop, because the
+    data of a device consists of parts of several blocks.
 
         y [N] = set(x [stream(N), DIDx])   ->   t [stream(N)] = set(x), y = set(t)
     """
@@ -575,12 +577,11 @@ def _changing_types(source: Placement, target: Placement) -> set[ParallelType]:
 
 
 def _without(ptype: ParallelType, cuts: Cuts) -> Cuts:
-    """Returns the divisions of an axis that are outside its division along the mesh dimension
-    `ptype`.
+    """Removes the division along the mesh dimension `ptype` from `cuts`, the divisions of an axis.
 
-    If there is no such division, only an innermost one into the steps of a stream is removed. In
-    the result, the order of a stream's blocks no longer depends on the device's coordinate along
-    `ptype`.
+    Divisions inside of the removed one are removed, too. If no division is along `ptype`, only the
+    innermost division is removed, if it is into the steps of a stream loop. In the result, no
+    device starts the loop with a block that depends on its coordinate along `ptype`.
     """
     depth = next((k for k, c in enumerate(cuts) if c.ptype is ptype), None)
     kept = without_streams(cuts) if depth is None else cuts[:depth]

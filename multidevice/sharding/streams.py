@@ -113,9 +113,9 @@ def stream_axis(tv: TensorView) -> StreamAxis | None:
 def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
     """Returns the axes of `tv` that a kernel's argument with `rank` dimensions does not have.
 
-    A kernel in a stream loop may receive one step's slice of `tv`. Axes of which a step computes a
-    single index (stream axes without a split) are then dropped. Returns their positions, sorted; ()
-    if the argument has all axes.
+    A kernel in a stream loop may receive one step's slice of `tv`. The slice lacks the axes of
+    which a step computes a single index (stream axes without a split). Returns the positions of
+    these axes, sorted; () if the argument has all axes.
     """
     whole = sorted(s.position for s in stream_axes(tv) if s.is_logical)
     return tuple(whole) if tv.ndim - rank == len(whole) else ()
@@ -240,10 +240,11 @@ class StreamLoops:
         return is_loop and self._order.get(a) == self._order.get(b)
 
     def fits_in_loop(self, tv: TensorView) -> bool:
-        """Returns whether only the loop that computes a tensor reads it, and each step only its own
-        block.
+        """Returns whether only the stream loop that computes a tensor reads the tensor, and step i
+        reads only block i.
 
-        If so, no step needs memory for more than one block of `tv`.
+        If so, no step needs memory for more than one block of `tv`. A step is an iteration of the
+        loop; it computes one block of `tv`.
         """
         definition = self._fusion.definition(tv)
         loop = None if definition is None else self._loop.get(definition)
@@ -295,9 +296,10 @@ class StreamLoops:
         return tuple(self._parts(tv)[ptype] for ptype in step_parts(tv))
 
     def _sources(self, op: TensorOp) -> Iterator[tuple[TensorOp, int]]:
-        """Yields the op that defines each operand of `op`, and the index of the operand.
+        """Yields (op, index) for the operands of `op` that an op of the fusion computes.
 
-        Operands that are inputs of the fusion are left out.
+        The op is the one that computes the operand, and the index is that of the operand. Operands
+        that are inputs of the fusion are left out.
         """
         for index, operand in tensor_operands(op):
             made_by = self._fusion.definition(operand)
@@ -305,10 +307,11 @@ class StreamLoops:
                 yield made_by, index
 
     def _leaves(self, op: TensorOp, reader: TensorOp) -> bool:
-        """Returns whether `reader` must run after the stream loop that computes a result of `op`.
+        """Returns whether `reader` must run after the stream loop that computes the result of `op`.
 
-        Returns False if no loop computes the result. Also returns False if step i of `reader` needs
-        only the block of step i, so that both ops can run in one loop.
+        `reader` is an op that reads the result of `op`. Returns False if no loop computes this
+        result. Also returns False if step i of `reader` needs only the block of step i, so that
+        both ops can run in one loop.
         """
         if scatters_steps(op):
             return True
@@ -322,12 +325,13 @@ class StreamLoops:
 
 
 def allocated_per_step(fusion: Fusion) -> set[TensorView]:
-    """Returns the tensors of which each step of a stream loop needs memory for its own block alone.
+    """Returns the tensors for which each step of a stream loop can allocate memory for its own
+    block alone.
 
-    All readers of such a tensor are in the loop and read the block of their step. Three kinds of
-    tensors are left out:
+    All readers of such a tensor are in the loop, and each step reads only its own block. Three
+    kinds of tensors are left out:
 
-    - inputs and outputs of the fusion, because callers are outside the loop;
+    - inputs and outputs of the fusion, because they are used outside of the loop;
     - tensors whose blocks are single indices;
     - slices of other tensors.
 
@@ -365,8 +369,8 @@ def is_single(tv: TensorView, position: int, *, in_steps: bool) -> bool:
     """Returns whether a device's shard of a tensor has at most one element along an axis.
 
     If `in_steps` is True, the block that one step of a stream loop computes is considered instead
-    of the whole shard. The function serves decisions on memory order: an axis with one element may
-    be at any position in it.
+    of the whole shard. The answer matters for memory orders: an axis with one element may be at any
+    position in a memory order, because the memory is the same.
     """
     axis = tv.domain.no_reductions[position]
     if is_plain_broadcast(axis) or sc.int_value(axis.size) == 1:
@@ -526,9 +530,10 @@ def drop_steps_of_devices(fusion: Fusion) -> None:
 
         c [DIDx, stream, N], out [rstream, DIDx, N] = sum(c)   ->   out [r, DIDx, N]
 
-    A stream type says that a loop on the host computes the tensor along the axis in steps, but such
-    an axis has no steps. Users write this type to say that the blocks of `c` are reduced one by
-    one. The stream axis of `c` already has this meaning.
+    A stream type says that a loop on the host computes the tensor in steps along the axis. In the
+    example, users write `rstream` to say that the sum over devices is made for one block of `c`
+    after another. The stream axis of `c` already says this, and a step has no block of the first
+    axis: each device has a single index of it.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp):
@@ -543,11 +548,11 @@ def drop_steps_of_devices(fusion: Fusion) -> None:
 def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = ()) -> None:
     """Removes the stream axis from every result that cannot be computed block by block along it.
 
-    A stream axis is one along which a loop on the host computes a tensor, one block per step. The
-    result is then computed as a whole. Divisions over devices inside the stream axis are removed,
-    too, because without it they would make other blocks. `asked` are the tensors to which the user
-    has given the stream axis. For a tensor in `asked`, raises `UnsupportedError` with op and axis
-    instead.
+    A stream axis is one along which a loop on the host computes a tensor, one block per step.
+    Without the stream axis, the result is computed as a whole. Divisions over devices inside the
+    stream axis are removed, too, because without the stream axis they would make other blocks.
+    `asked` are the tensors to which the user has given the stream axis. If a tensor in `asked`
+    cannot be computed block by block, the function raises `UnsupportedError` with op and axis.
     """
     for op in fusion.exprs:
         if is_computable_in_steps(op):
@@ -642,11 +647,12 @@ def _slice_key(
 
 
 def _mixes_rotated_steps(op: TensorOp) -> bool:
-    """Returns whether devices would exchange blocks in `op` although each is at another block.
+    """Returns whether `op` would have to exchange blocks between devices that are at different
+    blocks.
 
     This happens if each device starts the loop over the blocks (a stream loop on the host) with its
-    own block. Such an op must be computed as a whole, outside the loop, because the blocks of one
-    step do not belong together.
+    own block. In one step, the blocks of the devices then do not belong together. So the op must be
+    computed as a whole, outside the loop.
     """
     found = stream_axis_of(op.out_tensor)
     by = None if found is None else found[1].swizzle
@@ -704,7 +710,7 @@ def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int
 
 
 def _is_ring(op: TensorOp, index: int) -> bool:
-    """Returns whether each step of the op would send the block of one device to all devices.
+    """Returns whether each step of `op` would receive the block of one device on all devices.
 
     A step is an iteration of a stream loop, a loop on the host that computes the result block by
     block. `index` is the operand whose blocks are sent.
@@ -733,12 +739,12 @@ def _is_read_both_ways(tv: TensorView) -> bool:
 
 
 def _compute_first(fusion: Fusion, op: TensorOp) -> list[TensorOp]:
-    """Replaces an op of a stream loop by an op that computes the whole result, and copies in the
-    loop.
+    """Splits an op of a stream loop in two: an op that computes the whole result outside the loop,
+    and copies in the loop.
 
-    Each step of the loop then copies one block. Returns the new ops. If devices share the blocks,
-    the whole result is instead computed in steps of another loop, in which all devices compute the
-    same block.
+    Each step of the loop copies one block of the whole result. Returns the new ops. If devices
+    share each block, the first op is not outside of loops: it runs in steps of another loop, in
+    which all devices compute the same block at the same time.
     """
     first, copies = op, list[TensorOp]()
     for out in op.outputs:

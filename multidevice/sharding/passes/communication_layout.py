@@ -67,8 +67,8 @@ def lay_out_communication(fusion: Fusion) -> None:
 
 
 def communicated(fusion: Fusion) -> set[TensorView]:
-    """Returns the tensors that collectives read and write, and those of which the operands are
-    slices.
+    """Returns the tensors that collectives read and write. If the operand of a collective is a
+    slice of a tensor, that tensor is included.
 
     All ranks must store these tensors in the same order, whatever the memory order of a rank's
     inputs.
@@ -83,10 +83,10 @@ def communicated(fusion: Fusion) -> set[TensorView]:
 def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list[int]:
     """Returns the memory order that a collective needs for `tv`: the axis `axis` outermost.
 
-    Returns the present order if `axis` is None, or if only axes with one element are outside it. In
-    these cases a move would not change the memory. `in_steps`: whether the collective sends one
-    block of `tv` per iteration of a loop on the host. Then axes with one element per block are
-    meant.
+    Returns the present order if `axis` is None. Also returns the present order if `axis`, or every
+    axis outside of `axis`, has only one element: another order would not change the memory. If
+    `in_steps` is True, the collective sends one block of `tv` per iteration of a loop on the host,
+    and the number of elements is that of a block.
     """
     order = [p for p, _ in memory_order(tv)]
     if axis is None:
@@ -98,7 +98,7 @@ def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list
 
 
 def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:
-    """Returns the axes, of operand and result, that must be outermost in memory for a collective.
+    """Returns the axes of operand and result that must be outermost in memory for a collective.
 
     For an allgather, for example, this is the gathered axis, because each rank's part must be
     contiguous in the result. An entry is None if no axis of that tensor must be outermost.
@@ -149,9 +149,9 @@ def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
 def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
     """Gives the result of a collective the axis order of the operand, by a copy if needed.
 
-    A collective copies flat buffers, so both must have the same order. Raises `UnsupportedError` if
-    a loop on the host (a stream loop) exchanges one block per step, and the block is not
-    contiguous.
+    A collective copies flat buffers, so operand and result must have the same order. Raises
+    `UnsupportedError` if a loop on the host (a stream loop) exchanges one block per step, and the
+    block is not contiguous.
     """
     fusion, operand, out = memory.fusion, op.inp, op.out
     order = _mapped_order(op, [p for p, _ in memory_order(operand)])

@@ -87,10 +87,12 @@ def decompose_reshardings(
 
 
 def complete_steps(fusion: Fusion, copies: Copies) -> None:
-    """Finishes the decomposition: each copy and sum becomes one communication, a `Reshard` op.
+    """Runs the last part of `decompose_reshardings`: replaces each copy and each sum over devices
+    by a `Reshard` op, which is one communication.
 
-    Runs after all axes that a loop computes in steps (stream axes) have been chosen. Removes those
-    along which an op cannot be computed in steps.
+    Earlier parts have inserted these copies and sums. They have also chosen all stream axes: axes
+    along which a loop on the host computes a tensor in steps. If an op cannot be computed in steps
+    along a stream axis, the stream type of this axis is removed.
     """
     exchange_partial_sums(fusion)
     split_copies(fusion, copies)
@@ -101,7 +103,7 @@ def complete_steps(fusion: Fusion, copies: Copies) -> None:
 
 
 def name_reshardings(fusion: Fusion) -> None:
-    """Replaces every copy or reduction after which a tensor is divided differently over devices.
+    """Replaces every copy or reduction that changes how a tensor is divided over devices.
 
     The replacement is a `Reshard` op, which names the communication. Raises `UnsupportedError` for
     a communication that is not implemented.
@@ -181,8 +183,9 @@ def _differing(op: TensorOp) -> list[int]:
 def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
     """Divides all results of an op over devices in the same way as its first result.
 
-    An op has one division, so a result for which the fusion needs another one becomes a copy of the
-    op's new result. Returns the new op.
+    An op can compute all its results only with the same division. If the fusion needs another
+    division of a result, the op computes a new result, and the old one becomes a copy of the new
+    one. Returns the new op.
     """
     first = op.out_tensor
     computed, copies = op, list[TensorOp]()
@@ -203,12 +206,12 @@ def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
 
 
 def _cuts_beside(op: TensorOp, first: TensorView, out: TensorView) -> list[Cuts]:
-    """Returns how `out` must be divided over devices if the op divides its result `first` as it is
-    now.
+    """Returns how `out` must be divided over devices if its op is to compute `first` as it is
+    divided now.
 
-    `first` and `out` are results of the same op `op`. The result has, for each logical axis of
-    `out`, the divisions (cuts) of the corresponding axis of `first`, outermost first; () if no axis
-    corresponds.
+    `first` and `out` are results of the same op `op`. The list has, for each logical axis of `out`,
+    the divisions (cuts) of the corresponding axis of `first`, outermost first. An axis of `out` to
+    which no axis of `first` corresponds has ().
     """
     cuts = _device_cuts(first)
     beside = {b: cuts[a] for a, b in op.parallel_cuts(first, out)}
@@ -226,12 +229,11 @@ def _device_cuts(tv: TensorView) -> list[Cuts]:
 
 
 def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Lets an op compute along whole axes if it cannot compute parts, and divides copies of its
-    results.
+    """Lets an op compute results undivided along the axes of which it cannot compute only a part.
 
-    Along some axes, an op cannot compute the parts of a division over devices. These are the joined
-    axis of a cat, the axis of an iota, resized axes of a slice or pad, and the inner axes of a
-    reshape. Returns the new op.
+    Such axes are the joined axis of a cat, the axis of an iota, resized axes of a slice or pad, and
+    the inner axes of a reshape. If devices divide such an axis, the op computes a new, undivided
+    result, and the old result becomes a copy of the new one. Returns the new op.
     """
     for position, out in enumerate(op.outputs):
         whole = uncuttable_axes(op, DEVICE_TYPES, out)
@@ -254,11 +256,10 @@ def _changing_types(op: TensorOp) -> set[ParallelType]:
 def _compute_whole(
     fusion: Fusion, op: TensorOp, types: Collection[ParallelType], position: int = 0
 ) -> TensorOp:
-    """Lets an op compute a result undivided along the mesh dimensions `types`, and divides a copy
-    of it.
+    """Lets an op compute one of its results undivided along the mesh dimensions `types`.
 
-    `position` is the index of the result. The copy takes the place of the old result in the fusion.
-    Returns the new op.
+    `position` is the index of the result. The op computes a new, undivided result, and the old
+    result becomes a copy of the new one, with the same division as before. Returns the new op.
     """
     out: TensorView = op.outputs[position]
     local = _result_like(out, out.mesh)
@@ -272,8 +273,8 @@ def _compute_whole(
 def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
     """Creates a tensor on `mesh` with a copy of the axes of `out` and their division over devices.
 
-    The tensor is to be a result of the same op. It has no declared memory order, because the order
-    is chosen later.
+    The op that computes `out` is to compute the new tensor instead. The new tensor has no declared
+    memory order, because the order is chosen later.
     """
     domain, _ = clone_domain(out.fusion, out.domain)
     plain = domain.in_logical_order()
@@ -284,10 +285,10 @@ def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
 def _goes_after(op: TensorOp) -> bool:
     """Returns whether the result of the op should be communicated, and not its operand.
 
-    The op then runs with the operand divided as it is. The answer is True for an op with one
-    operand and one result, unless that costs more. Slicing the operand of an op costs less than
-    slicing its result. Gathering before a cast to a wider type costs less than gathering after the
-    cast.
+    If so, the op runs with the operand divided as it is. The answer is True for an op with one
+    operand and one result, except where this costs more: if the operand is not divided, a slice of
+    the operand is cheaper than a slice of the result. Before a cast to a wider type, communication
+    of the operand is cheaper. False also for reductions over devices and for partial sums.
     """
     operands = list(tensor_operands(op))
     if len(operands) != 1 or len(op.outputs) != 1 or reduces_one_device_axis(op):

@@ -46,15 +46,16 @@ def localize(
     meshes and no device axes:
 
     - A logical axis that itself is a device axis has extent 1.
-    - Loop domains are the logical axes (those that users see), all serial, as a start for
-      schedules. The user's own splits, merges and parallel types count only for `manual_execute`.
+    - Loop domains are the logical axes (those that users see), all serial, so that schedulers can
+      transform them. The user's own splits, merges and parallel types are used only by
+      `manual_execute`.
     - Inputs lose the reduction axes of the ops that made them.
 
     If the fusion is local already, the fusion itself is returned. A stream loop, a loop on the
-    host, computes one block of a tensor per step. Such a tensor is reduced to one block, because
-    kernels in loops run on slices. The same is true for a tensor of which each step reads one
-    block. `block` selects the size of the block (see `streams.block_extents`). `known` is a cache
-    that the parts of one fusion share, so that each tensor is localized once.
+    host, computes one block of a tensor per step. A tensor that such a loop computes or reads block
+    by block is reduced to one block, because kernels in loops run on slices. `block` selects the
+    size of the block (see `streams.block_extents`). `known` is a cache that the parts of one fusion
+    share, so that each tensor is localized once.
 
     Raises:
         ShardingError: an op of the fusion is a communication (a resharding).

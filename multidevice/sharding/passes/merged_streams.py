@@ -32,16 +32,18 @@ from multidevice.sharding.placement import axis_cuts, cut_line
 
 
 def unmerge_streams(fusion: Fusion) -> None:
-    """Replaces each merged stream axis by the axes that it merges, each with a stream type of its
-    own.
+    """Replaces each merged stream axis by the axes that it merges, and gives each of these axes its
+    own stream type.
 
     A stream axis is one along which a loop on the host computes a tensor block by block. Broadcast
     axes get no stream type, because they have one element. A merged axis may be divided into n
     blocks by an outer split. Each block must then be a box of the merged axes: a range of indices
-    of each axis. Blocks are boxes in two cases:
+    of each axis. For merged axes of 4 and 6 elements, n can be 2, 4, 8, 12 or 24, for example, but
+    not 6. Blocks are boxes in two cases:
 
-    - n divides the outermost axis;
-    - n is the product of all outer axes and a divisor of the next axis.
+    - the size of the outermost axis is divisible by n, as in 4 / 2;
+    - n is the product of two factors: the size of all outer axes together, and a divisor of the
+      size of the next axis, as in 4 * 3.
 
     Raises:
         UnsupportedError: a block is not a box, or the merged axes cannot form the steps of one
@@ -121,7 +123,8 @@ class _Merged:
         """Returns the axes merged into the axis number `number`, outermost first, and the merge
         transforms.
 
-        A merged axis may itself be a merge of axes; the result has the axes that are no merges.
+        A merged axis may itself be a merge of merged axes; the result has only axes that are not
+        merged from others.
         """
         made = self._made_by.get(number)
         if not isinstance(made, MergeTransform):
@@ -225,7 +228,9 @@ def _check_parts(tv: TensorView, axis: IterDomain) -> None:
     """Raises `UnsupportedError` if the axes merged in a stream axis cannot form the steps of one
     loop.
 
-    A stream axis is one along which a loop on the host computes a tensor block by block.
+    A stream axis is one along which a loop on the host computes a tensor block by block. The check
+    fails if two merged axes are parts of the same logical axis, if devices share the blocks of a
+    merged axis, or if more than one merged axis is divided into blocks of several indices.
     """
     by_axis = axis_cuts(tv)
     found = {n: [c for c in cuts if c.ptype.is_stream] for n, cuts in by_axis.items()}

@@ -125,7 +125,8 @@ class _Readers:
     products.
 
     - `ops`: the products and the views, in program order. Products that need the whole axis at once
-      are left out. If every product does, `ops` has those products, and `why_not` the reason.
+      are left out. But if every product needs the whole axis, `ops` has all products, and `why_not`
+      the reason.
     - `contracting`: the products that sum over the axis.
     """
 

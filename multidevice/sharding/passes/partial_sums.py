@@ -124,8 +124,8 @@ def exchange_partial_sums(fusion: Fusion) -> None:
             ->  u [stream, DIDx, N] = set(t)     each step sends its block to the device that sums
                 out = sum(u)                     after the steps
 
-    In one step of such a loop, the devices compute different blocks, so their parts cannot be added
-    in this step.
+    A stream loop computes one block per step. In one step, the devices here compute partial sums of
+    different blocks, so these cannot be added in this step.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp) or not reduces_one_device_axis(op):
@@ -184,10 +184,13 @@ def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelTy
     """Returns `types` in the order in which the sums over partial results are made, one for each
     type.
 
-    The types are the mesh dimensions and stream types along which a reduction axis was divided. A
-    stream is first, because its sum is local, then mesh_x. `targets` says how the axes of the
-    result are divided. A type that divides an axis of the result inside the blocks of another type
-    comes after that type, so that each sum scatters whole blocks.
+    The types are the mesh dimensions and stream types along which a reduction axis was divided.
+    `targets` says how the axes of the result are divided.
+
+    - Stream types are first, because their sums are local.
+    - If two types divide an axis of the result, one inside the blocks of the other, the outer one
+      is first, so that each sum scatters whole blocks.
+    - Otherwise mesh_x is first, then mesh_y and mesh_z.
     """
     depth = {c.ptype: d for mine in targets for d, c in enumerate(mine)}
     return sorted(types, key=lambda p: (p.is_device, depth.get(p, 0), SPREAD_TYPES.index(p)))
@@ -198,8 +201,9 @@ def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
     loop.
 
     `cuts` maps the numbers of reduction axes to their divisions. Each division becomes an axis that
-    is not reduced. The stream loop computes the tensor block by block if it computes the result in
-    this way, or else if it computes an operand so.
+    is not reduced. If a stream loop computes the result of `op` block by block, it also computes
+    the new tensor block by block. Otherwise the new tensor follows an operand that a stream loop
+    computes block by block.
     """
     out, fusion = op.out_tensor, op.out_tensor.fusion
     axes = {a.number: fusion.clone_axis(a) for a in out.domain.maybe_root}
@@ -272,12 +276,12 @@ def _summed_type(ptype: ParallelType) -> ParallelType:
 def _intermediate_sum(
     source: TensorView, ptype: ParallelType, out: TensorView, pending: set[ParallelType]
 ) -> TensorView:
-    """Creates the sum of the partial sums `source` over one of several axes, the one of type
-    `ptype`.
+    """Creates the sum of the partial sums `source` over their axis of type `ptype`, one of several
+    such axes.
 
     The types are mesh dimensions and stream types. `pending` has the types of the axes that are
-    still to be summed. The result is divided over devices like `out`, but not along these types,
-    because an axis of a tensor has each type only once.
+    still to be summed later. The result is divided over devices like `out`, but not along the types
+    in `pending`, because an axis of a tensor has each type only once.
     """
     fusion = out.fusion
     axes = tuple(

@@ -68,9 +68,11 @@ class ShardingResult:
 
 
 def drop_unit_axes(fusion: Fusion) -> None:
-    """Removes the mesh dimension from axes if this dimension of the mesh has one device.
+    """Makes axes ordinary (not parallel) that have a mesh dimension with only one device.
 
-    Such an axis is not divided and needs no communication. So no collective has a team of one rank.
+    The mesh dimension that an axis has as its parallel type says which devices share the axis. With
+    one device, the axis is not divided and needs no communication. Without this pass, there would
+    be collectives whose team has one rank.
     """
     for tv in fusion.tensors():
         mesh = tv.mesh
@@ -92,8 +94,8 @@ def _allocate_whole(tv: TensorView) -> None:
     """Replaces the parts of divided axes in a tensor's allocation domain by whole axes, in the same
     order.
 
-    The allocation domain has the axes in memory order. The pass `finalize_domains` later adds the
-    parts that remain.
+    The allocation domain has the axes in memory order. Later passes may remove divisions. The pass
+    `finalize_domains` then adds the parts of all axes that are still divided.
     """
     order, domain = memory_order(tv), tv.domain
     axes = [domain.no_reductions[p].number for p, _ in order]
@@ -106,8 +108,8 @@ def drop_unit_streams(fusion: Fusion) -> None:
     """Removes the stream type from axes of extent 1, along which a loop would have only one step.
 
     A stream type says that a loop on the host computes the tensor along the axis, one block per
-    step. Axes of extent 1 become broadcasts when the fusion is concretized for its input sizes.
-    This is after the user's annotations.
+    step. The user gives an axis the stream type before its extent is known. When the fusion is
+    concretized for its input sizes, an axis of extent 1 becomes a broadcast.
     """
     for tv in fusion.tensors():
         units = [a for a in tv.domain.loop if a.is_stream and is_plain_broadcast(a)]
@@ -176,7 +178,8 @@ def _follow_inputs(fusion: Fusion, *, repeated: Collection[int]) -> None:
 
 
 def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
-    """Chooses memory orders and finalizes the domains of a fusion after `decompose_reshardings`.
+    """Chooses memory orders and completes the domains of a fusion. Runs after
+    `decompose_reshardings`.
 
     `repeated` has the numbers of the input axes that have stride 0; see `infer_layouts`.
     """
@@ -187,11 +190,11 @@ def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
 
 
 def complete_alone(fusion: Fusion) -> None:
-    """Runs the rest of the sharding passes on a fusion that has only a part of another fusion's
-    ops.
+    """Runs the rest of the sharding passes on a fusion that has only some ops of another fusion.
 
-    The part was copied while `decompose_reshardings` called its callback `overlap`, to predict the
-    time of the part alone. The passes after that call are run.
+    The ops were copied out of the other fusion to predict their time alone. This happens while
+    `decompose_reshardings` calls its callback `overlap`. So all passes after that call remain to be
+    run.
     """
     complete_steps(fusion, Copies(fusion))
     complete(fusion)
@@ -212,8 +215,9 @@ def shard_fusion(
       `decompose_reshardings`.
     - `repeated`: the numbers of the input axes that have stride 0; see `infer_layouts`.
 
-    If the fusion has no mesh and no such loop, only memory orders are chosen. Afterwards every op
-    is local or a `Reshard`, whose type of communication is `communication_type(op)`.
+    If the fusion has no mesh, and no tensor that a loop on the host computes in steps, only memory
+    orders are chosen. Afterwards every op is local or a `Reshard`, whose type of communication is
+    `communication_type(op)`.
 
     Raises:
         ShardingError: annotations contradict meshes, or a sharding cannot be computed.

@@ -166,9 +166,10 @@ def _reader(op: TensorOp) -> TensorOp | None:
 
 
 def complete_origins(fusion: Fusion) -> None:
-    """Records why each remaining tensor is placed on its mesh as it is.
+    """Records why each tensor that has no record (`Origin`) yet is placed on its mesh as it is.
 
-    These tensors have no record (`Origin`) yet, because they were made for a communication.
+    These tensors have no record yet, because decomposition or later passes made them for a
+    communication.
     """
     placed = {o.tensor: o for o in fusion.origins if o.what == "placement"}
     known = {o.tensor for o in fusion.origins}
@@ -185,11 +186,11 @@ def complete_origins(fusion: Fusion) -> None:
 
 
 def _moved(out: TensorView, placed: Mapping[int, Origin]) -> Iterator[Origin]:
-    """Yields the reason why the result `out` of a communication has its placement, if `placed`
-    lacks it.
+    """Yields a record (`Origin`) of the placement of `out`, the result of a communication.
 
-    Such a result is copied to another memory order afterwards. Its record (`Origin`) is a copy of
-    the record of the final tensor.
+    Yields nothing if `placed`, the known records by tensor number, has a record of `out`. Otherwise
+    a pass has inserted a copy that changes the memory order of `out`, and the result of this copy
+    is in `placed`. The record of `out` is then a copy of that record.
     """
     if out.number in placed:
         return
