@@ -267,10 +267,12 @@ def apply_transfers(
     `transfers` lists axes and the cuts (divisions into blocks, outermost first) that they should
     have. A cut is added if three conditions are met:
 
-    - its parallel type is in `ptypes`, and no other axis of the tensor has this type; only a
-      reduction axis and another axis may both have it;
-    - the tensor's mesh has this dimension in the same size;
-    - the axis already has exactly the cuts that must surround the new cut.
+    - The parallel type of the cut is in `ptypes`, and no other axis of the tensor has this type.
+      One exception: a reduction axis and an axis that is not reduced may be on the same mesh
+      dimension.
+    - If the cut is over devices, the tensor's mesh has this mesh dimension, with as many devices as
+      the cut has blocks.
+    - The axis already has all cuts that come before the new cut in `transfers`, and no others.
 
     Returns the cuts that were added.
     """

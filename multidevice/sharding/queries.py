@@ -390,7 +390,7 @@ def check_types(fusion: Fusion) -> None:
     """Checks that no two axes of one tensor have the same parallel type, such as mesh_x or stream.
 
     Raises `ShardingError` otherwise, because a mesh dimension, or a stream, can divide only one
-    axis of a tensor. Reduction axes do not count.
+    axis of a tensor. Reduction axes are ignored.
     """
     for tv in fusion.tensors():
         spread = [a for a in tv.domain.loop if a.is_device or a.is_stream]
@@ -492,11 +492,13 @@ def have_different_shardings(
     - `ptypes`: the parallel types to compare: mesh dimensions, stream types, or both.
     - `out`: the result; if None, the first result of the op.
 
-    The proof writes the index along each parallel type as an expression over the logical axes (the
-    axes that users see) of both tensors. The shardings are equal if these expressions simplify to
-    the same expression. An axis that depends on no shared axis is ignored, unless the op needs all
-    of that axis. If the function cannot prove that the shardings are equal, it returns True. It
-    assumes that meshes divide the extents evenly; this is checked when sizes are known.
+    For each parallel type, both tensors have an axis index, which is written as an expression over
+    the logical axes (the axes that users see) that both tensors have. The shardings are equal if
+    the two expressions simplify to the same expression. A divided axis that only one of the tensors
+    has is ignored, unless it is an axis of the operand that the op needs as a whole.
+
+    If the function cannot prove that the shardings are equal, it returns True. It assumes that
+    meshes divide the extents evenly; this is checked when sizes are known.
     """
     producer = op.inputs[operand_index]
     consumer = out if out is not None else op.out_tensor
@@ -615,12 +617,12 @@ class Comparison:
         return False
 
     def rewrite(self, x: Scalar) -> Scalar:
-        """Writes an extent in a form in which two equal extents have the same text and known
-        factors show.
+        """Returns the extent `x` in a form that is the same for equal extents, and that shows known
+        factors.
 
         Symbols are replaced by canonical symbols, and by products if their factors are known. A sum
-        (the extent after a pad or a cat) is replaced by one new symbol. Otherwise multiples of the
-        sum would be written as sums, too, which hides the factor.
+        (the extent after a pad or a cat) is replaced by one new symbol. Otherwise a multiple of the
+        sum would be written as a sum, in which the factor is not visible.
         """
         x = self._fusion.canonical(x)
         if isinstance(x, sc.Poly) and len(x.terms) > 1:
@@ -791,9 +793,9 @@ class _View:
     def index_of(self, ptype: ParallelType) -> Scalar | None:
         """Returns the index expression of the loop axis with the parallel type `ptype`.
 
-        Returns None if the axis does not matter in the comparison. This is so if no axis has this
-        type, if it depends on no axis that both tensors have, or if its mesh dimension has one
-        device.
+        Loop axes are the axes after all splits. Returns None if the axis does not matter in the
+        comparison of two tensors. There are three such cases: no axis has this type; the axis
+        depends on no axis that both tensors have; or the mesh dimension has only one device.
         """
         axis = sharded_axis(self._tv, ptype)
         if axis is None:

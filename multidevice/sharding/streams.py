@@ -70,7 +70,8 @@ class StreamAxis:
 
     - `position`: the position of the logical axis (an axis that the user sees); reduction axes are
       not counted.
-    - `count`: the number of steps.
+    - `count`: the number of blocks along this axis. This is the number of steps, unless the loop
+      runs over several axes.
     - `is_logical`: True if the logical axis itself has a stream type; a block is then one index.
       Otherwise a block has ceilDiv(n, count) of the n indices that a device has. The last block may
       be shorter, and blocks after the last one are empty.

@@ -89,7 +89,7 @@ def find_pairs(fusion: Fusion) -> list[Pair]:
     """Returns the communications with matrix products beside them that may run at the same time.
 
     The pairs are in program order. If the user has divided any tensor of the fusion into steps of a
-    loop (stream axes), returns [].
+    loop (stream axes), returns [], because the user then decides about overlap.
     """
     if any(stream_axis_of(tv) is not None for tv in fusion.tensors()):
         return []

@@ -50,8 +50,8 @@ from multidevice.sharding.reshard import exchanged_axes
 
 # ------------------------------------------------------------------ row-parallel bias
 def add_row_parallel_bias_last(fusion: Fusion) -> None:
-    """Adds the bias of a linear layer after its sum over devices, and not on each device before the
-    sum.
+    """Adds the bias of a linear layer after the layer's sum over devices, and not on each device
+    before the sum.
 
     Otherwise the sum would contain the bias once for each device. The sum is cast back to the dtype
     of the linear layer. The bias addition and the cast fuse with later ops.
@@ -97,13 +97,14 @@ def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
 
 # ------------------------------------------------------------------ partial sums
 def factor_spread_reductions(fusion: Fusion) -> None:
-    """Splits every reduction over devices or the iterations of a stream loop into partial sums and
-    sums of the parts.
+    """Splits every reduction over devices or the iterations of a stream loop in two: an op that
+    computes partial sums, and sums of the parts.
 
-    The result of the first op has an explicit axis with one part per device: `[M, N, iDIDx{d}rf,
-    r{K/d}rf]`. The user's tensor becomes the sum over that axis, `[M, N, rDIDx{d}]`. If the
-    reduction axis is divided along several mesh dimensions, or also over steps, there are several
-    sums, one for each.
+    The tensor of partial sums has an axis with one part per device: `[M, N, iDIDx{d}rf, r{K/d}rf]`.
+    The user's tensor becomes the sum over that axis, `[M, N, rDIDx{d}]`. If the reduction axis is
+    divided along several mesh dimensions, or also over steps, there are several sums of parts, one
+    for each division. For an op that is not known to be a sum of parts, its reduction axis is not
+    divided, so that later each device gets the whole operand.
     """
     for op in fusion.exprs:
         cuts = reduction_cuts(op.out_tensor)
