@@ -370,7 +370,7 @@ def test_symbolic_extents_give_rings_under_mpirun(comm: multidevice.Communicator
         (got,) = executor.run([local(whole, x)])
         torch.testing.assert_close(got, whole)
     assert "P2PCommunication" in str(executor) and "Allgather" not in str(executor)
-    with pytest.raises(ShardingError, match=f"has extent {2 * d}, but .* of which there are {d}"):
+    with pytest.raises(ShardingError, match=f"has extent {2 * d}, but .* has {d} devices"):
         executor.run([torch.ones(2, 6, 4)])
 
 
