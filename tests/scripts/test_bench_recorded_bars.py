@@ -112,7 +112,6 @@ def test_a_benchmark_that_finds_a_cell_behind_its_bar_ends_with_an_error(
     slow: Row = {"bench": name}
     if finding == "G1":
         monkeypatch.setattr(attention_cells, "bench_attention", lambda *args, **named: 1)
-        run = bench.BENCHES["attention"]
     else:
         slow |= {
             "library": {"eager_us": {"is_even": False}},
@@ -123,11 +122,7 @@ def test_a_benchmark_that_finds_a_cell_behind_its_bar_ends_with_an_error(
             },
             "lowering": {"case": "transformer 64", "s": 13.0, "is_kept": False},
         }[name]
-
-        def run(args: Any) -> list[Row]:
-            return [slow]
-
-    monkeypatch.setitem(bench.BENCHES, name, run)
+        monkeypatch.setitem(bench.BENCHES, name, lambda args: [slow])
     monkeypatch.setattr(sys, "argv", ["bench.py", name, "--cpu"])
     if finding == "G1":
         with pytest.raises(SystemExit, match="1 cells are slower or less exact"):
