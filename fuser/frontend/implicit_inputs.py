@@ -239,8 +239,8 @@ class FloatSizes:
 
     @staticmethod
     def of(fusion: Fusion) -> FloatSizes | None:
-        """Returns a `FloatSizes` for the tensor sizes of the definition that are computed from
-        floats; None if there are none.
+        """Returns an object that computes, in each call, the tensor sizes of the definition that
+        depend on floats; None if there are none.
         """
         used = [v for op in fusion.used_exprs() for v in op.outputs]
         scalars = structural_scalars(fusion, used)

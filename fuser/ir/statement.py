@@ -83,7 +83,7 @@ class Values(list[T]):
         places = range(len(self))[slice(start, stop)]
         found = next((k for k in places if self[k] is value or self[k] == value), None)
         if found is None:
-            raise ValueError(f"{value} is not in the list")
+            raise ValueError(f"{value} is not in the list of {len(self)} values")
         return found
 
 

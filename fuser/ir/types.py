@@ -79,7 +79,7 @@ class ParallelType(IrEnum):
 
     @property
     def is_device(self) -> bool:
-        """Whether this is a mesh dimension: an axis of this type is split over its devices."""
+        """Whether this type is a dimension of the mesh, over whose devices an axis is split."""
         return self in DEVICE_TYPES
 
     @property

@@ -232,11 +232,11 @@ class FusedKernelExecutor:
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
         """Returns the launch that `run` would execute for tensors of these shapes, strides and
-        alignments, so that later calls can repeat it. Returns None if `run` launches nothing, and
-        for checked kernels.
+        alignments, so that later calls can repeat it. Returns None if `run` launches nothing, or if
+        the kernel checks its memory accesses.
 
-        If `device` is passed, the tensors may be meta tensors. The returned kernel may then still
-        have to be compiled, with `compile_many`.
+        If `device` is passed, the tensors may be meta tensors. The kernel of the returned launch
+        may then still have to be compiled, with `compile_many`.
         """
         if self.checked:
             return None
@@ -444,8 +444,8 @@ class FusedKernelExecutor:
         raise KernelError(
             f"no compiled version of kernel {self.name} accepts tensors of the shapes "
             f"{[tuple(t.shape) for t in tensors]} with the strides "
-            f"{[t.stride() for t in tensors]}: even the version without assumptions requires "
-            f"{', '.join(map(str, variant.kernel.guards))}"
+            f"{[t.stride() for t in tensors]}: the version for the most general tensors "
+            f"requires {', '.join(map(str, variant.kernel.guards))}"
         )
 
     def _launch_of(

@@ -333,8 +333,8 @@ class _StatementBuilder:
         self.ctx.alignments[tv] = max(known, width * nbytes_of(tv.dtype()))
 
     def is_read_once(self, source: TensorView, stage: Stage) -> bool:
-        """Whether the kernel reads each element of `source` exactly once, for `stage`, and no later
-        kernel reads `source`.
+        """Whether `stage`, the computation of one stored tensor, is the only reader of `source` in
+        this and all later kernels, and reads each element exactly once.
 
         Such loads are marked as streaming, so that the cache does not keep the elements.
         """

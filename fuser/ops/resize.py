@@ -172,7 +172,8 @@ def _check_slice(
         raise fail(
             name,
             "Slice indexing attribute dimensions don't match! "
-            f"Start Indices: {len(starts)} End Indices: {len(ends)}",
+            f"Start Indices: {len(starts)} End Indices: {len(ends)}: the two lists must have the "
+            "same length",
         )
     if strides is not None and len(strides) != len(starts):
         raise fail(

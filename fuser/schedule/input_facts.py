@@ -42,7 +42,8 @@ class Facts(NamedTuple):
                 continue
         missing = [s.name for s in sc.symbols(x) if s not in self.sizes]
         raise InputError(
-            f"the extent {x} cannot be computed, because no input determines {', '.join(missing)}"
+            f"the extent {x} cannot be computed, because no input determines {', '.join(missing)}: "
+            "pass an input with this extent, or define it as a scalar input"
         )
 
     def numel(self, fusion: Fusion, axes: Iterable[IterDomain]) -> int:

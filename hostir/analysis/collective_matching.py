@@ -789,12 +789,12 @@ def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong
 def _lies(
     met: PostedCollective, inp: Region, out: Region, left: Region, right: Region, i: int
 ) -> str:
-    """Returns a note for the report of a misplaced piece of a tensor, which explains by the memory
-    order why the collective moves this piece. Returns "" if each rank sends and receives the whole
-    tensor that it stores, not a piece.
+    """Returns a note for the error report about a collective that stores a piece at a wrong place.
 
-    `inp` and `out` are the tensors. `left` is the sent part, and `right` the part as which it is
-    stored; they should be equal. `i` is the index of a rank on which the two differ.
+    The note says which piece the memory order selects. It is "" if each rank sends and receives its
+    whole tensor. `met` is the collective, with operand `inp` and result `out`. `left` is the region
+    that is sent, and `right` is the region where it is stored; the two should be equal. `i` is the
+    index of a rank on which they differ.
     """
     if left is not inp:
         position = met.teams.position[i]

@@ -239,7 +239,10 @@ def _read(name: str, value: Any) -> Any:
         for key in table:
             if key not in _KEYS[name]:
                 expected = ", ".join(_KEYS[name])
-                raise InputError(f"the table {name} has no {key!r}: expected one of {expected}")
+                raise InputError(
+                    f"a machine's table {name} cannot have an entry {key!r}: its entries are "
+                    f"{expected}"
+                )
         return _frozen({**default, **table})  # pyright: ignore[reportUnknownArgumentType]
     return value
 

@@ -147,8 +147,8 @@ class HostWatch:
         """
 
     def stop(self) -> None:
-        """Stops the measurement after the last timed run, and completes `rounds`. On a CPU, the
-        time of an op's work is the host's time for its recorded step.
+        """Stops the measurement after the last timed run, and completes `rounds`, the times of each
+        run. On a CPU, the execution time of an op is the host time of its recorded step.
 
         A subclass raises `ExecutionError` if some times are missing.
         """

@@ -174,10 +174,10 @@ def _threads_error(who: str, where: str = "") -> UnsupportedError:
 
 
 class Channel:
-    """The calls that one team makes together, as one of its ranks sees them.
+    """One rank's side of the agreement within a team, a group of ranks that run programs together.
 
-    Before each call, the ranks agree on the program to run. `turns` is the lock that all channels
-    of this rank share.
+    Before each call of a program, the ranks agree on the program to run. `turns` is the lock that
+    all channels of this rank share.
     """
 
     def __init__(self, control: Control, team: Team, turns: Turns) -> None:

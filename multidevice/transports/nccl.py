@@ -621,7 +621,7 @@ class Staging:
 
     @property
     def name(self) -> str:
-        """The name of the backend that communicates the CPU copies, such as "mpi"."""
+        """The name of the backend of the CPU copies of GPU tensors, such as "mpi"."""
         return self._host.name
 
     def start(self, call: CollectiveCall) -> Work:

@@ -503,8 +503,9 @@ class CudaPeerBackend(PeerBackend):
         count = self._graphed.setdefault(mailbox, Counter[int]())
         if count[peer] == _GRAPH_SLOTS:
             raise CommunicationError(
-                f"CUDA graphs can contain at most {_GRAPH_SLOTS} sends to rank {peer}, and "
-                "earlier graphs contain that many already: further runs are launched step by step"
+                f"this run cannot be captured: all CUDA graphs together can contain at most "
+                f"{_GRAPH_SLOTS} sends to rank {peer}, and earlier graphs use all of them. The run "
+                "is executed without a graph, with the same results"
             )
         count[peer] += 1
         return _IN_GRAPHS + count[peer] - 1

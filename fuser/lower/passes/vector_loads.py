@@ -117,8 +117,9 @@ def _is_run(load: GlobalLoad, guard: Scalar, loop: For) -> bool:
     - The number of iterations is not a constant power of two greater than 1, or one element fills a
       vector.
     - The iterations do not load consecutive elements.
-    - Some test in `guard`, the condition of the load, does not change by the same amount in each
-      iteration. Otherwise the elements for which `guard` holds are consecutive, too.
+    - A comparison in `guard`, the condition of the load, is not linear in the loop index. If all
+      are linear, then the iterations for which `guard` holds are consecutive, as a vector load
+      needs.
     """
     width, v = sc.int_value(loop.extent), loop.symbol
     nbytes = nbytes_of(load.dtype)
