@@ -86,7 +86,7 @@ class Program:
 
     @property
     def output_shardings(self) -> list[Sharding]:
-        """How the outputs that callers get are distributed over devices. The list is empty if no
+        """The distribution over devices of each output that callers get. The list is empty if no
         tensor has a mesh.
         """
         fusion = self.segmented.fusion

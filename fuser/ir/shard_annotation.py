@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from fuser.ir.domain.axis_path import transforms_between
 from fuser.ir.domain.device_mesh import DeviceMesh
@@ -19,20 +18,15 @@ from fuser.ir.domain.tensor_domain import SplitTransform
 from fuser.ir.fusion import TensorView
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import DEVICE_TYPES, ParallelType
-from fuser.support.arguments import Mismatch, checked, show, take_integer
+from fuser.support.arguments import Mismatch, checked, refuses_swapped, show, take_integer
 from fuser.support.errors import (
     ArgumentError,
     DefinitionError,
     ShardingError,
     UnsupportedError,
     padding_words,
-    user_code,
-    user_line,
 )
 from fuser.support.record import record
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @record
@@ -61,27 +55,17 @@ class Replicate:
 Dims = tuple[int | None, ...]
 
 
-def _refuses_swapped(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns `shard` with a check of the order of its first two arguments.
-
-    If the mesh is the first, the error says to swap the arguments.
-    """
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        given: tuple[object, ...] = args
-        if len(given) > 1 and isinstance(given[0], DeviceMesh) and isinstance(given[1], TensorView):
-            raise ArgumentError(
-                f"shard(): the first two arguments are in the wrong order: {given[0]} is a "
-                f"DeviceMesh, {given[1].label} is a tensor. Swap them: shard(tensor, mesh, "
-                f"placements){user_code(user_line())}"
-            )
-        return function(*args, **kwargs)
-
-    return call
+def _swapped(first: object, second: object) -> str:
+    """Returns the error for a mesh that is passed before the tensor, else ""."""
+    if not (isinstance(first, DeviceMesh) and isinstance(second, TensorView)):
+        return ""
+    return (
+        f"shard(): the first two arguments are in the wrong order: {first} is a DeviceMesh, "
+        f"{second.label} is a tensor. Swap them: shard(tensor, mesh, placements)"
+    )
 
 
-@_refuses_swapped
+@refuses_swapped(_swapped)
 @checked
 def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorView:
     """States which devices store a tensor and how they split its axes. Returns the tensor.

@@ -64,7 +64,7 @@ class AxisGroup:
 
 @record
 class ReshapePlan:
-    """How a reshape is divided into simple steps.
+    """The division of a reshape into simple steps.
 
     First, the input axes at the positions `squeezed` are removed. Then the input axes of each group
     in `groups` become the output axes of the group, by merges and splits. Last, the output axes at

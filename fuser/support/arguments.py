@@ -527,6 +527,27 @@ class _Scope:
         return Any
 
 
+def refuses_swapped(
+    swapped: Callable[[object, object], str],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator for functions of which users often swap the first two arguments.
+
+    For two arguments in the wrong order, `swapped` returns the error, which says to swap them; else
+    "".
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if text := swapped(*args[:2]) if len(args) > 1 else "":
+                raise ArgumentError(f"{text}{user_code(user_line())}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
 def checked(
     function: Callable[P, R], *, name: str = "", kinds: Kinds | None = None
 ) -> Callable[P, R]:

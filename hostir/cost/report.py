@@ -33,7 +33,7 @@ Intervals = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Busy:
-    """How a rank or a stream spends a period of time, in seconds.
+    """The use of a period of time by a rank or a stream, in seconds.
 
     - `compute`: the time with computation; `communication`: the time with communication.
     - `exposed`: the time in which the rank or stream communicates, while no stream of the rank
@@ -86,7 +86,7 @@ def length(intervals: Intervals) -> float:
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """How one stream of a rank spends the time of a run, in seconds. For the fields `compute`,
+    """The use of the time of a run by one stream of a rank, in seconds. For the fields `compute`,
     `communication`, `exposed` and `idle`, see `Busy`.
     """
 

@@ -284,7 +284,7 @@ class Trace:
 
     @property
     def streams(self) -> tuple[StreamTimes, ...]:
-        """How each stream of the slowest rank spent the run, in seconds."""
+        """The use of the run's time by each stream of the slowest rank, in seconds."""
         return self._longest.streams
 
     @property

@@ -136,8 +136,8 @@ _IN_ANY_ORDER = ("pointwise", "transpose")
 
 
 class CacheReuse(NamedTuple):
-    """How one kernel shares input tensors with the kernel before or after it, through the GPU's L2
-    cache.
+    """The input tensors that one kernel shares with the kernel before or after it, through the
+    GPU's L2 cache.
 
     - `again`: the numbers of those input tensors that the next kernel reads again. This kernel then
       tries to keep them in the cache.

@@ -5,9 +5,8 @@ Also defines the public class `DeviceMesh`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fuser.ir.domain.axis_path import transforms_between
 from fuser.ir.domain.device_mesh import DeviceMesh as IrDeviceMesh
@@ -17,49 +16,35 @@ from fuser.ir.memory_layout import declared_order, stored_part
 from fuser.ir.naming import axis_words, misfit_of_mesh, tensor_words
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import DEVICE_TYPES, ParallelType
-from fuser.support.arguments import checked
+from fuser.support.arguments import checked, refuses_swapped
 from fuser.support.errors import (
-    ArgumentError,
     ShardingError,
     UnsupportedError,
     padding_words,
     user_code,
-    user_line,
 )
 from multidevice.sharding.placement import cut_line, is_allocated_per_step
 
 if TYPE_CHECKING:
     import torch
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def _refuses_swapped(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns `shard_tensor` with a check of the order of its two positional arguments.
-
-    Users often pass the fusion's tensor first. The error then says to swap the arguments.
+def _swapped(first: object, second: object) -> str:
+    """Returns the error for a tensor of the fusion that is passed before the torch tensor, else
+    "".
     """
+    import torch
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        import torch
-
-        given: tuple[object, ...] = args
-        first, second = given if len(given) == 2 else (None, None)
-        if isinstance(first, TensorView) and isinstance(second, torch.Tensor):
-            raise ArgumentError(
-                "shard_tensor(): the two arguments are in the wrong order: the first is "
-                f"{tensor_words(first)}, the second is a torch tensor of shape "
-                f"{tuple(second.shape)}. Swap them: shard_tensor(torch tensor, tensor of the "
-                f"definition){user_code(user_line())}"
-            )
-        return function(*args, **kwargs)
-
-    return call
+    if not (isinstance(first, TensorView) and isinstance(second, torch.Tensor)):
+        return ""
+    return (
+        f"shard_tensor(): the two arguments are in the wrong order: the first is "
+        f"{tensor_words(first)}, the second is a torch tensor of shape {tuple(second.shape)}. "
+        "Swap them: shard_tensor(torch tensor, tensor of the definition)"
+    )
 
 
-@_refuses_swapped
+@refuses_swapped(_swapped)
 @checked
 def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) -> torch.Tensor:
     """Returns this rank's shard of `tensor`, which is the whole value of the fusion's tensor `tv`.

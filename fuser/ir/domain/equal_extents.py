@@ -1,4 +1,4 @@
-"""Which extents (sizes of axes) of a fusion are equal, and which one represents all equal ones.
+"""Equal extents (sizes of axes) of a fusion, and the one that represents all equal ones.
 
 Ops that join axes require equal extents. If one side is a symbol, such as `i0`, it is replaced by
 the other side everywhere. If both sides are symbols, the symbol with the higher number is replaced.

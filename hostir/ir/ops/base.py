@@ -387,7 +387,7 @@ class HostOp(Op):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """How an operand and a result of the op may share one buffer, as a value of
+        """The way in which an operand and a result of the op may share one buffer: a value of
         `BufferSharing`. The default is `same`: element i of the operand must have the same address
         as element i of the result.
         """

@@ -227,8 +227,8 @@ class PostOnStream(HostOp):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """How an operand and a result of a `PostOnStream` may share one buffer. The value is
-        `freely`, because the host unit (a separately compiled fusion) computes all results before
+        """Returns `freely`: an operand and a result of a `PostOnStream` may share one buffer in any
+        way, because the host unit (a separately compiled fusion) computes all results before
         it writes any of them.
         """
         return "freely"

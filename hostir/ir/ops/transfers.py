@@ -116,7 +116,7 @@ class StartsCommunication(HostOp):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """How an operand and a result may share one buffer. The value is `never`, because a
+        """Returns `never`: an operand and a result may not share one buffer, because a
         communication may write the result while it still reads the operand. `Communication` has its
         own rule for each type of collective.
         """
@@ -245,7 +245,7 @@ class Communication(StartsCommunication):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """How the operand and the result of a `Communication` may share one buffer, as a value of
+        """The way in which operand and result of a `Communication` may share one buffer: a value of
         `BufferSharing`. The type of collective decides. For example, a rank may reduce in place, or
         may pass its own block of a gathered result as the operand.
         """
