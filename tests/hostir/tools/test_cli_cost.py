@@ -55,7 +55,10 @@ def test_a_machine_is_a_file(tmp_path: Path) -> None:
         ('{"memory_bandwidth": NaN}', "memory_bandwidth = nan"),
         ('{"matmul": [[2, 1], [1, 1]]}', "expected rows of 2 numbers"),
         ('{"tiles": [[128, 128]]}', "expected rows of 3 numbers"),
-        ('{"nccl": {"AllGather": 1}}', "nccl has no 'AllGather'"),
+        (
+            '{"nccl": {"AllGather": 1}}',
+            "nccl cannot have an entry 'AllGather': its entries are Allgather, ",
+        ),
         ('{"matmul_dtypes": {"Float": "fast"}}', "expected numbers above 0"),
     ],
 )
