@@ -147,12 +147,12 @@ def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
 
 
 class _BlockDepth(Rules[int]):
-    """Rules for a walk from a loop axis up to the logical axis that it divides: counts the splits
-    passed.
+    """Rules for a walk from a loop axis up to the logical axis that it divides; they count the
+    splits on the way.
 
-    The count says how deep the blocks that the loop axis numbers are nested in the logical axis.
-    The rules raise an error, which names the loop axis `axis`, if such a block would not consist of
-    consecutive elements.
+    The loop axis `axis` numbers blocks of the logical axis. The count says how deep these blocks
+    are nested in the blocks of other splits. The rules raise `UnsupportedError`, which names
+    `axis`, if a block would not consist of consecutive elements.
     """
 
     needs_all = False
@@ -304,11 +304,12 @@ def step_parts(tv: TensorView) -> tuple[ParallelType, ...]:
 
 
 def outside_streams(cuts: Cuts) -> Cuts:
-    """Returns the cuts of an axis that are outside its first division into steps of a stream loop.
+    """Returns the cuts of an axis that come before its first cut into steps of a stream loop.
 
-    A cut divides an axis into blocks, over devices or over steps, and is inside the cuts before it.
-    Cuts inside the division into steps are left out: if only this division were removed, they would
-    make other blocks. Returns all cuts if there is no division into steps.
+    A cut divides an axis into blocks, over devices or over steps; each cut divides the blocks of
+    the cuts before it. The result is used when the division into steps is removed: the cuts inside
+    it must then be removed, too, because they would make other blocks. Returns all cuts if there is
+    no division into steps.
     """
     position = next((k for k, c in enumerate(cuts) if c.ptype.is_stream), len(cuts))
     return cuts[:position]
@@ -483,13 +484,13 @@ def _is_unit(axis: IterDomain) -> bool:
 
 
 class _Outermost(Rules[bool]):
-    """Rules for a walk over splits and merges that finds axes with the same blocks as a given axis.
+    """Rules that mark, from a given axis on, every axis that has the same blocks as the given axis.
 
-    If an axis is divided into n blocks, the outermost part of its split has the same n blocks, and
-    so has a merge in which the axis is outermost. So the walk goes from an axis to its outermost
-    part, and to each axis of which it is the outermost part. Axes of extent 1 do not count as
-    outermost, and neither do axes that devices or steps share: then the part beside them is the
-    outermost.
+    Blocks come from a division of the axis into n equal parts. The outer result of a split has the
+    same blocks as the split axis, and a merged axis has the same blocks as its outer operand. The
+    walk over splits and merges therefore follows outer axes only. If the outer axis has extent 1,
+    the inner one takes its place. From the results of a split back to the split axis, the same
+    holds for an outer result that devices or loop steps share.
     """
 
     needs_all = False
@@ -559,12 +560,11 @@ def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
 
 
 def path_to_root(tv: TensorView, logical: IterDomain) -> tuple[int, ...]:
-    """Returns the numbers of all axes on the path from a logical axis to its root axis, with both
-    ends.
+    """Returns the numbers of the axes from which a reshape made the logical axis `logical`.
 
-    A root axis is an axis before a reshape's splits and merges; a logical axis is one after them.
-    The logical axis is first. The extents of all these axes change if devices share the logical
-    axis.
+    The result begins with `logical` itself, and ends with the root axes: the axes before the splits
+    and merges of the reshape. If devices divide the logical axis, the extents of all these axes
+    change on a device.
     """
     steps = path(tv.domain, (logical,), tv.domain.maybe_root)
     return tuple(replay(steps, {logical.number: True}, _TowardsRoot(tv)))

@@ -6,9 +6,9 @@ tensor that ops connect with these tensors has a mesh. It also has the cuts with
 no communication, as far as the operands agree.
 
 Tensors that the user annotated keep their placement. Only their reduction axes may still be divided
-over devices, because this says how a tensor is computed, not how it is stored. A mesh that an op
-copied from an operand is dropped first. So annotations before and after the definition of ops give
-the same program.
+over devices, because this says how a tensor is computed, not how it is stored. All other meshes are
+removed first, such as one that an op copied from its operand when it was defined. So it does not
+matter whether users annotate a tensor before or after they define the ops that read it.
 
     out = linear(x, w); w [DIDx(N), K]  ->  out [M, DIDx(N), rK]
     out = linear(x, w); x [M, DIDx(K)], w [N, DIDx(K)]  ->  out [M, N, rDIDx(K)]
@@ -154,12 +154,13 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
 
 
 def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]) -> bool:
-    """Returns whether the cuts of one axis of a result correspond to cuts of the op's operands.
+    """Returns whether the cuts of the result axis `logical` correspond to cuts of the op's
+    operands.
 
     If so, the op needs no communication along this axis. A cut divides an axis into blocks, one per
-    device or per step of a stream loop; `cuts` maps axis numbers to their cuts. The condition is
-    that the cuts of `logical` make the same blocks of its root axis: the axis from which a reshape
-    in `tv` made `logical`.
+    device or per step of a stream loop; `cuts` maps the axis numbers of the result `tv` to their
+    cuts. After a reshape, the answer is True if the cuts make the same blocks of `logical` and of
+    the axis before the reshape (the root axis).
     """
     root = origin_root(tv, logical)
     if root is None:
@@ -171,13 +172,13 @@ def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]
 def uncuttable_axes(
     op: TensorOp, ptypes: Collection[ParallelType], out: TensorView | None = None
 ) -> set[int]:
-    """Returns the numbers of the axes of a result along which the op cannot compute only the part
-    of a device or step.
+    """Returns the numbers of the result axes that the op can only compute whole, in every device
+    and step.
 
-    No division of the operands gives the same blocks of the result, for example along the axis of a
-    concatenation. So the op must compute the result without a division of these axes over devices
-    or steps. Divisions along parallel types that are not in `ptypes` are ignored. If `out` is None,
-    the first result of the op is used.
+    No division of the operands gives the blocks into which the axis is divided, for example along
+    the axis of a concatenation. So devices and loop steps cannot compute one block each. Divisions
+    along parallel types that are not in `ptypes` are ignored. If `out` is None, the first result of
+    the op is used.
     """
     out = op.out_tensor if out is None else out
     if isinstance(op, RandomOp):
@@ -188,13 +189,13 @@ def uncuttable_axes(
 
 
 def _is_one_cut(root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
-    """Returns whether `cuts` make the same blocks of an axis and of its root axis, whatever the
-    extent.
+    """Returns whether `cuts` make the same blocks of two axes even if the blocks have unequal
+    sizes.
 
-    The root axis `root` is the axis before a reshape from which `logical` was made; `cuts` are
-    divisions over devices or the steps of a stream loop. The result is True in two cases: both are
-    the same axis; or `logical` is an axis of partial sums, with one index per block of a reduction
-    axis that a stream loop divides.
+    `cuts` are divisions over devices or the steps of a stream loop. `root` is the axis before a
+    reshape from which `logical` was made. The result is True in two cases: both are the same axis;
+    or `logical` is an axis of partial sums, with one index per block of a reduction axis that a
+    stream loop divides.
     """
     is_stream = any(c.ptype.is_stream for c in cuts)
     return root is logical or (is_stream and root.is_reduction())
@@ -206,12 +207,12 @@ def _comes_from_reduction(tv: TensorView, logical: IterDomain) -> bool:
 
 
 def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDomain) -> Cuts:
-    """Returns the divisions of the axis `source` as divisions of the axis `target` into equally
-    many blocks.
+    """Returns the divisions `cuts` of the axis `source` as divisions of `target` into as many
+    blocks.
 
-    `cuts` are divisions over devices or steps of a stream loop. With `Cut.whole`, each block is one
-    index and no split is needed. If the extents differ, this cannot be so for both axes, so such a
-    division becomes a split.
+    The divisions are over devices or the steps of a stream loop. If the extents of the two axes
+    differ, `Cut.whole` (each block is a single index) cannot be true for both, so it is False in
+    the result.
     """
     if fusion.canonical(source.size) == fusion.canonical(target.size):
         return cuts
@@ -234,13 +235,12 @@ def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
 
 
 def _divide(tv: TensorView, root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
-    """Returns whether `cuts` divide a logical axis, and also its root axis, into blocks of equal
-    size.
+    """Returns whether `cuts` make the same blocks of a logical axis and of its root axis.
 
     The root axis is the axis before a reshape from which the logical axis was made. The caller
-    ensures that one of the two is the outermost part of the other. Then both axes have the same
-    blocks if all blocks have equal size. Blocks of unequal size would end at different elements of
-    the two axes.
+    ensures that one of the two is the outermost part of the other. Their blocks are then the same
+    if `cuts` divide both axes into blocks of equal size; blocks of unequal size would end at
+    different elements.
     """
     return _divides(tv, root, cuts) and _divides(tv, logical, cuts)
 
@@ -297,14 +297,14 @@ def apply_steps(
     transfers: Transfers,
     ptypes: Collection[ParallelType] = STREAM_TYPES,
 ) -> tuple[Cut, ...]:
-    """Divides the axes of `target` as `transfers` says, but takes over either all steps of the loop
-    that computes `source`, or none.
+    """Divides the axes of `target` as `transfers` says, with all steps of the loop that computes
+    `source` or with none.
 
     `transfers` lists axes and their cuts: divisions into blocks, one per device or per step of a
     stream loop. A loop over several merged axes of `source` has one stream type for each of them.
     With only some of these types, `target` would be computed in another loop, so it then gets only
-    divisions over devices. Otherwise the function is like `apply_transfers`; it returns the cuts
-    that were added.
+    divisions over devices. Otherwise the function is like `apply_transfers`. Returns the cuts that
+    were added.
     """
     parts, before = {c.ptype for _, c in stream_cuts(source)}, target.domain
     taken = apply_transfers(target, transfers, ptypes)
@@ -397,11 +397,12 @@ def _is_copied_in_steps(
 
 
 def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None) -> bool:
-    """Returns whether each step of a copy of `source` receives the block that one device has.
+    """Returns whether each step of a copy of `source` receives the block of exactly one device.
 
     `source` is divided over devices along its axis at `position`. The copy is on `mesh`; a stream
     loop computes the same axis of the copy block by block, as `cuts` says. Returns True if the
-    blocks of the steps are the blocks of the devices. Each device may start with its own block.
+    blocks of the steps are the blocks of the devices, even if each device starts the loop with its
+    own block.
     """
     have = placement(source, DEVICE_TYPES)[position]
     if len(have) != 1 or len(cuts) != 1 or source.mesh != mesh:
@@ -443,18 +444,20 @@ def _is_bare(tv: TensorView) -> bool:
 
 
 def _rank_of(tv: TensorView) -> tuple[int, int]:
-    """Returns a sort key by which the tensors come first whose sharding other tensors follow.
+    """Returns a sort key that puts those tensors first whose sharding the result of an op takes
+    over.
 
-    Tensors with more divided axes are first, then tensors with more mesh dimensions.
+    Tensors with more divided axes are first; among equals, tensors with more mesh dimensions.
     """
     count = sum(not a.is_reduction() for a in spread_axes(tv))
     return (-count, -(tv.mesh.ndim if tv.mesh else 0))
 
 
 def reference_operands(op: TensorOp) -> list[int]:
-    """Returns the indices of an op's tensor operands in order of precedence: the result of the op
-    takes over the sharding of the first operand, then of the others as far as possible.
+    """Returns the indices of an op's tensor operands in the order in which its result takes over
+    their shardings.
 
+    The result takes over the sharding of the first operand, then of the others as far as possible.
     The op class may prescribe these operands (`REFERENCES`). Otherwise the operands with the most
     divided axes are first.
     """

@@ -164,8 +164,8 @@ def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     `sizes`.
 
     A stream loop that computes the tensor block by block does not change the shape, because the
-    shard contains the blocks of all steps. Raises `ShardingError`, with tensor, extent and mesh, if
-    the number of devices does not divide an extent.
+    shard contains the blocks of all steps. Raises `ShardingError` if the number of devices does not
+    divide an extent; the message names tensor, extent and mesh.
     """
     _check_rank(tv, sizes)
     if not tv.domain.has_devices:
@@ -206,12 +206,12 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
 
 
 def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] | None:
-    """Returns the attention op that reads the tensor `tv` as keys or values, with their heads along
-    `axis`.
+    """Returns (attention op, name of its operand) if `axis` has the heads of the op's keys or
+    values.
 
-    Returns (attention op, name of its operand), or None if there is no such op. The search follows
-    the ops that read the tensor, as long as their results keep the axis. Used for the error about
-    an extent that devices cannot divide: for heads of keys or values, the error has better advice.
+    The op reads `tv`, or a tensor that other ops compute from `tv` and that keeps the axis. Returns
+    None if there is no such op. Used for the error about an extent that devices cannot divide,
+    because the error has better advice for heads of keys or values.
     """
     position = tv.domain.no_reductions.index(axis)
     seen, left = {tv}, [(tv, position)]
@@ -637,9 +637,10 @@ class Comparison:
             x = sc.substitute(x, found)
 
     def _named_quotients(self, x: Scalar) -> dict[Scalar, Scalar]:
-        """Maps the first quotient in the extent `x` to a new symbol, for `rewrite` to replace it.
+        """Returns {quotient: new symbol} for the first quotient in the extent `x`.
 
-        Returns {} if there is no quotient, or if `names_quotients` was not set.
+        `rewrite` then replaces the quotient by the symbol. The same quotient always gets the same
+        symbol. Returns {} if `x` has no quotient, or if `names_quotients` was not set.
         """
         if self._quotients is None:
             return {}
@@ -650,8 +651,10 @@ class Comparison:
         return {quotient: self._quotients.setdefault(quotient, sc.name_for(name, quotient))}
 
     def index(self, name: str, extent: Scalar) -> Scalar:
-        """Creates the symbol for the index of an axis of extent `extent`; returns 0 if the extent
-        is 1.
+        """Returns a symbol, named `name`, for the index of an axis; returns 0 if the axis has
+        extent 1.
+
+        `extent` is the extent of the axis, so that simplification knows the range of the index.
         """
         extent = self.rewrite(extent)
         if sc.int_value(extent) == 1:
@@ -676,13 +679,13 @@ class Comparison:
         return tv.domain.map_axes(rewritten)
 
     def _collect_divisible(self, tv: TensorView) -> None:
-        """Records factors of the extents of `tv`, which follow from splits without a remainder.
+        """Learns factors of the extents of `tv` from splits without a remainder, for `rewrite` to
+        use.
 
-        - Splits over devices and splits of reshapes: records `s = part * s'` with a new symbol s'.
-        - Reshapes whose two parts both have their own symbols: records `s = outer * inner`.
-
-        Splits of streams are left out, because such splits may have a remainder. `rewrite` uses the
-        factors.
+        The factors are kept as equations. A split of an extent s into two parts with symbols of
+        their own gives `s = outer * inner`. Any other split gives `s = part * s'` with a new symbol
+        s'. Only splits over devices and splits of reshapes are used, because splits into steps of a
+        stream loop may have a remainder.
         """
         for t in tv.domain.splits.values():
             outer = tv.domain.rotated(t.outer)
@@ -761,11 +764,11 @@ def _digit(x: Scalar) -> Scalar:
 
 
 class _View:
-    """The index expressions of all loop axes of one tensor, for a `Comparison`.
+    """The index expressions of all loop axes of one tensor, for a `Comparison` of two tensors.
 
-    Loop axes are the axes after all splits. The expressions are derived from the indices of the
-    source axes: the axes before the splits of the tensor that is compared. `shared` has the index
-    of each source axis that both compared tensors have. Other source axes get new index symbols.
+    Loop axes are the axes after all splits. Their expressions are computed from the indices of
+    `sources`, the axes before the splits. `shared` has the index symbol of each source axis that
+    both tensors have; each other source axis gets a new symbol.
     """
 
     def __init__(

@@ -498,9 +498,9 @@ def split_copies(fusion: Fusion, copies: Copies) -> None:
     """Rewrites every copy as a chain of copies that each change the division along one mesh
     dimension.
 
-    `copies` supplies copies that exist already. A stream loop may compute blocks of which each
-    device has a part. The chain then first gathers each block in its step of the loop, because the
-    data of a device consists of parts of several blocks.
+    `copies` supplies copies that exist already. In the example, a stream loop computes one block of
+    x per step, and the devices divide each block. So a device has parts of several blocks, and the
+    chain first gathers each block in its step of the loop:
 
         y [N] = set(x [stream(N), DIDx])   ->   t [stream(N)] = set(x), y = set(t)
     """
@@ -577,11 +577,12 @@ def _changing_types(source: Placement, target: Placement) -> set[ParallelType]:
 
 
 def _without(ptype: ParallelType, cuts: Cuts) -> Cuts:
-    """Removes the division along the mesh dimension `ptype` from `cuts`, the divisions of an axis.
+    """Returns the divisions `cuts` of one axis without the division along the mesh dimension
+    `ptype`.
 
-    Divisions inside of the removed one are removed, too. If no division is along `ptype`, only the
-    innermost division is removed, if it is into the steps of a stream loop. In the result, no
-    device starts the loop with a block that depends on its coordinate along `ptype`.
+    Divisions inside of the removed one are removed, too. If no division is along `ptype`, an
+    innermost division into steps of a stream loop is removed instead. A loop that remains no longer
+    starts at a block that depends on the device's coordinate along `ptype`.
     """
     depth = next((k for k, c in enumerate(cuts) if c.ptype is ptype), None)
     kept = without_streams(cuts) if depth is None else cuts[:depth]

@@ -112,11 +112,11 @@ def stream_axis(tv: TensorView) -> StreamAxis | None:
 
 
 def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
-    """Returns the axes of `tv` that a kernel's argument with `rank` dimensions does not have.
+    """Returns which axes of `tv` a kernel argument lacks that has only `rank` dimensions.
 
-    A kernel in a stream loop may receive one step's slice of `tv`. The slice lacks the axes of
-    which a step computes a single index (stream axes without a split). Returns the positions of
-    these axes, sorted; () if the argument has all axes.
+    In a stream loop, a kernel may get the slice of `tv` for one step. The slice lacks each axis of
+    which a step computes a single index: a stream axis without a split. Returns the sorted
+    positions of these axes; () if the argument has all axes.
     """
     whole = sorted(s.position for s in stream_axes(tv) if s.is_logical)
     return tuple(whole) if tv.ndim - rank == len(whole) else ()
@@ -297,10 +297,10 @@ class StreamLoops:
         return tuple(self._parts(tv)[ptype] for ptype in step_parts(tv))
 
     def _sources(self, op: TensorOp) -> Iterator[tuple[TensorOp, int]]:
-        """Yields (op, index) for the operands of `op` that an op of the fusion computes.
+        """Yields (source, index) for each operand of `op` that another op of the fusion computes.
 
-        The op is the one that computes the operand, and the index is that of the operand. Operands
-        that are inputs of the fusion are left out.
+        `source` is that other op, and `index` is the position of the operand in `op.inputs`.
+        Operands that are inputs of the fusion are left out.
         """
         for index, operand in tensor_operands(op):
             made_by = self._fusion.definition(operand)
@@ -526,15 +526,14 @@ def is_in_step(op: TensorOp, index: int) -> bool:
 
 # ------------------------------------------------------------------ passes
 def drop_steps_of_devices(fusion: Fusion) -> None:
-    """Removes the stream type from a reduced axis of which each device has one index in the
-    operand.
+    """Removes the stream type from reduction axes along which the operand has one index per device.
 
         c [DIDx, stream, N], out [rstream, DIDx, N] = sum(c)   ->   out [r, DIDx, N]
 
     A stream type says that a loop on the host computes the tensor in steps along the axis. In the
-    example, users write `rstream` to say that the sum over devices is made for one block of `c`
-    after another. The stream axis of `c` already says this, and a step has no block of the first
-    axis: each device has a single index of it.
+    example, the sum over devices cannot be made in steps along the first axis, because a device has
+    only one index of it. Users write `rstream` to say that the sum is made for one block of `c`
+    after another, but the stream axis of `c` already says this.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp):
@@ -636,24 +635,23 @@ def _feed_steps(fusion: Fusion, op: TensorOp, made: _Slices) -> None:
 def _slice_key(
     op: TensorOp, operand: TensorView, cuts: Placement
 ) -> tuple[TensorView, Placement, TensorOp | None]:
-    """Returns the cache key of a slice of `operand`, so that ops with the same blocks share one
+    """Returns the cache key of the slice of `operand` that `op` reads: ops with equal keys share a
     slice.
 
-    `cuts` says how the slice is divided. If `op` runs over several merged axes and the slice has
-    only some of them, the key includes the op. The reason is that these axes alone do not determine
-    which block belongs to which step.
+    `cuts` says how the slice is divided. If `op` is computed in steps over several merged axes and
+    the slice has only some of them, the key contains `op`. The reason is that these axes alone do
+    not determine which block belongs to which step.
     """
     parts = {c.ptype for mine in cuts for c in mine if c.ptype.is_stream}
     return operand, cuts, None if parts == {*step_parts(op.out_tensor)} else op
 
 
 def _mixes_rotated_steps(op: TensorOp) -> bool:
-    """Returns whether `op` would have to exchange blocks between devices that are at different
-    blocks.
+    """Returns whether one step of `op` would need blocks that other devices compute in other steps.
 
-    This happens if each device starts the loop over the blocks (a stream loop on the host) with its
-    own block. In one step, the blocks of the devices then do not belong together. So the op must be
-    computed as a whole, outside the loop.
+    This happens if devices exchange data in `op` and each device starts the stream loop (a loop on
+    the host over the blocks) with its own block. The caller then computes the op as a whole,
+    outside the loop. Returns False if each step only sends the block of one device on to others.
     """
     found = stream_axis_of(op.out_tensor)
     by = None if found is None else found[1].swizzle
@@ -668,13 +666,12 @@ def _mixes_rotated_steps(op: TensorOp) -> bool:
 
 
 def _moves_blocks_of_merged_axes(op: TensorOp) -> bool:
-    """Returns whether `op` would communicate blocks with gaps in memory, because two axes are
-    merged.
+    """Returns whether a communication would move blocks that have gaps in memory, because the
+    stream loop runs over merged axes.
 
-    A step of the stream loop over such axes computes a single index of one axis and a block of
-    indices of another axis. This block has gaps in the memory of the whole tensor, and steps over
-    merged axes do not allocate their own memory. So the op must be computed as a whole, outside the
-    loop.
+    A step of such a loop computes a single index of one axis and a block of indices of another
+    axis. This block has gaps in the memory of the whole tensor, and steps over merged axes do not
+    allocate their own memory. The caller then computes `op` as a whole, outside the loop.
     """
     cuts = [cut for _, cut in stream_cuts(op.out_tensor)]
     return len(cuts) > 1 and not all(cut.whole for cut in cuts) and is_resharding(op)
@@ -684,8 +681,8 @@ def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int
     """Returns the slices that the steps of `op` read instead of whole operands.
 
     The keys are operand indices. The values are (tensor of one step's block, position of the axis
-    along which it is sliced). Operands of which step i already reads block i are left out. Returns
-    None if an operand cannot be sliced.
+    along which it is sliced). Slices in `made` exist already and are used again. Operands of which
+    step i already reads block i are left out. Returns None if an operand cannot be sliced.
     """
     found: dict[int, tuple[TensorView, int]] = {}
     for index, operand in tensor_operands(op):
@@ -711,10 +708,13 @@ def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int
 
 
 def _is_ring(op: TensorOp, index: int) -> bool:
-    """Returns whether each step of `op` would receive the block of one device on all devices.
+    """Returns whether each device needs, in each step of `op`, the whole block of exactly one
+    device.
 
     A step is an iteration of a stream loop, a loop on the host that computes the result block by
-    block. `index` is the operand whose blocks are sent.
+    block. The blocks are those of operand `index`. Usually all devices need the same block in a
+    step. If each device starts the loop with its own block, they need the blocks of different
+    devices.
     """
     needed = needed_blocks(op, index)
     if len(needed) != 1 or len(step_parts(op.out_tensor)) != 1:
@@ -744,8 +744,8 @@ def _compute_first(fusion: Fusion, op: TensorOp) -> list[TensorOp]:
     and copies in the loop.
 
     Each step of the loop copies one block of the whole result. Returns the new ops. If devices
-    share each block, the first op is not outside of loops: it runs in steps of another loop, in
-    which all devices compute the same block at the same time.
+    divide each block among them, the first op instead runs in another loop, in which all devices
+    compute the same block in the same step.
     """
     first, copies = op, list[TensorOp]()
     for out in op.outputs:

@@ -67,11 +67,11 @@ def lay_out_communication(fusion: Fusion) -> None:
 
 
 def communicated(fusion: Fusion) -> set[TensorView]:
-    """Returns the tensors that collectives read and write. If the operand of a collective is a
-    slice of a tensor, that tensor is included.
+    """Returns the operands and results of all collectives, whose memory order all ranks must share.
 
-    All ranks must store these tensors in the same order, whatever the memory order of a rank's
-    inputs.
+    If the operand of a collective is a slice, the sliced tensor is included. The caller keeps the
+    memory order of these tensors, and lets only other tensors follow the orders of the inputs,
+    because the orders of inputs may differ from rank to rank.
     """
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
@@ -83,10 +83,10 @@ def communicated(fusion: Fusion) -> set[TensorView]:
 def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list[int]:
     """Returns the memory order that a collective needs for `tv`: the axis `axis` outermost.
 
-    Returns the present order if `axis` is None. Also returns the present order if `axis`, or every
-    axis outside of `axis`, has only one element: another order would not change the memory. If
-    `in_steps` is True, the collective sends one block of `tv` per iteration of a loop on the host,
-    and the number of elements is that of a block.
+    The order is a list of axis positions, outermost first. The present order is returned if it
+    serves as well: if `axis` is None, or if `axis` or every axis outside of it has only one
+    element. If `in_steps` is True, the collective sends one block of `tv` per iteration of a loop
+    on the host, and the axes of such a block are examined instead of those of `tv`.
     """
     order = [p for p, _ in memory_order(tv)]
     if axis is None:
@@ -131,10 +131,11 @@ def _fit_producer(memory: StepMemory, op: Reshard) -> Reshard:
 
 
 def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
-    """Returns whether this pass may choose the memory order of a tensor, instead of inserting a
-    copy.
+    """Returns whether this pass may change the memory order of `tv` itself, without a copy.
 
-    The pass may do so if a kernel writes the tensor for one reader, and no order is declared.
+    This is so if a kernel computes `tv`, because a kernel can write any order. Returns False if the
+    order of `tv` is declared, if `tv` is an output of the fusion, or if `tv` has more than one
+    reader.
     """
     definition = tv.definition()
     if definition is None or tv.domain.allocation or tv in fusion.outputs:
@@ -147,11 +148,13 @@ def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
 
 
 def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
-    """Gives the result of a collective the axis order of the operand, by a copy if needed.
+    """Gives the result of a collective the memory order of its operand, because a collective copies
+    flat buffers.
 
-    A collective copies flat buffers, so operand and result must have the same order. Raises
-    `UnsupportedError` if a loop on the host (a stream loop) exchanges one block per step, and the
-    block is not contiguous.
+    If the order of the result is declared, the collective writes a new tensor in the order of the
+    operand, and a copy makes the result from it. `memory` says which blocks of tensors are without
+    gaps in memory. Raises `UnsupportedError` if each iteration of a loop on the host (a stream
+    loop) sends one block and receives another, and the received block is not contiguous.
     """
     fusion, operand, out = memory.fusion, op.inp, op.out
     order = _mapped_order(op, [p for p, _ in memory_order(operand)])
@@ -194,10 +197,10 @@ def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
 
 
 def _mapped_order(op: TensorOp, order: list[int]) -> list[int]:
-    """Translates axis positions of the op's first operand to axis positions of its result.
+    """Returns the memory order `order` of an op's operand as a memory order of the op's result.
 
-    Used to give the result the memory order `order` of the operand. Axes that the result does not
-    have are left out.
+    Both orders list axis positions, outermost first; the operand is the first one of `op`. Axes
+    that the result does not have are left out.
     """
     out = op.out_tensor
     position = 0

@@ -87,12 +87,12 @@ def decompose_reshardings(
 
 
 def complete_steps(fusion: Fusion, copies: Copies) -> None:
-    """Runs the last part of `decompose_reshardings`: replaces each copy and each sum over devices
-    by a `Reshard` op, which is one communication.
+    """Rewrites each copy and each sum that changes the division over devices as a `Reshard` op.
 
-    Earlier parts have inserted these copies and sums. They have also chosen all stream axes: axes
-    along which a loop on the host computes a tensor in steps. If an op cannot be computed in steps
-    along a stream axis, the stream type of this axis is removed.
+    These are the last steps of `decompose_reshardings`; earlier steps have inserted the copies and
+    sums (`copies` has the copies). If a loop on the host is to compute a tensor in steps along one
+    of its axes, this has been decided, too: the axis has a stream type. The type is removed from an
+    axis along which the op cannot be computed in steps.
     """
     exchange_partial_sums(fusion)
     split_copies(fusion, copies)
@@ -103,10 +103,11 @@ def complete_steps(fusion: Fusion, copies: Copies) -> None:
 
 
 def name_reshardings(fusion: Fusion) -> None:
-    """Replaces every copy or reduction that changes how a tensor is divided over devices.
+    """Replaces every copy or reduction that changes how a tensor is divided over devices by a
+    `Reshard` op.
 
-    The replacement is a `Reshard` op, which names the communication. Raises `UnsupportedError` for
-    a communication that is not implemented.
+    A `Reshard` op names one communication or one local slice. Raises `UnsupportedError` for a
+    communication that is not implemented.
     """
     ops: list[TensorOp] = []
     for op in fusion.exprs:
@@ -122,8 +123,8 @@ def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
     """Inserts copies where the operands and results of an op are divided differently over devices.
 
     Each copy stands for a communication, before or after the op. Afterwards only copies and
-    reductions over devices change how tensors are divided. Ops that need the same tensor with the
-    same division share a copy.
+    reductions over devices change how tensors are divided. `copies` holds the inserted copies, so
+    that ops that need the same tensor with the same division share one.
     """
     for op in fusion.exprs:
         op = _align_siblings(fusion, _free_whole_axes(fusion, op))
@@ -158,10 +159,10 @@ def _needs(op: TensorOp, index: int) -> Transfers:
 
 
 def _differing(op: TensorOp) -> list[int]:
-    """Returns the indices of the operands of `op` that are not divided over devices as its result
-    needs.
+    """Returns the indices of the operands that are divided differently over devices than the result
+    of `op` needs.
 
-    For each of them, the caller inserts a copy.
+    The caller inserts a copy for each of these operands.
     """
     if reduces_one_device_axis(op):
         # The op is the collective itself: its operand is cut on the reduced axis, and otherwise
@@ -181,11 +182,11 @@ def _differing(op: TensorOp) -> list[int]:
 
 
 def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Divides all results of an op over devices in the same way as its first result.
+    """Lets an op compute all its results with the division over devices that its first result has.
 
-    An op can compute all its results only with the same division. If the fusion needs another
-    division of a result, the op computes a new result, and the old one becomes a copy of the new
-    one. Returns the new op.
+    One op cannot compute two results with different divisions. So if another result is divided
+    differently, the op computes a new tensor in its place, and the old result becomes a copy of the
+    new tensor. Returns the new op.
     """
     first = op.out_tensor
     computed, copies = op, list[TensorOp]()
@@ -206,12 +207,12 @@ def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
 
 
 def _cuts_beside(op: TensorOp, first: TensorView, out: TensorView) -> list[Cuts]:
-    """Returns how `out` must be divided over devices if its op is to compute `first` as it is
-    divided now.
+    """Returns the division over devices that the result `out` gets from the result `first` of the
+    same op.
 
-    `first` and `out` are results of the same op `op`. The list has, for each logical axis of `out`,
-    the divisions (cuts) of the corresponding axis of `first`, outermost first. An axis of `out` to
-    which no axis of `first` corresponds has ().
+    Both are results of `op`, which computes them with the same division. The list has, for each
+    logical axis of `out`, the divisions (cuts) of the corresponding axis of `first`, outermost
+    first. The entry is () if `first` has no corresponding axis.
     """
     cuts = _device_cuts(first)
     beside = {b: cuts[a] for a, b in op.parallel_cuts(first, out)}
@@ -229,11 +230,12 @@ def _device_cuts(tv: TensorView) -> list[Cuts]:
 
 
 def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Lets an op compute results undivided along the axes of which it cannot compute only a part.
+    """Lets an op compute undivided results, if devices divide an axis that the op can only compute
+    whole.
 
     Such axes are the joined axis of a cat, the axis of an iota, resized axes of a slice or pad, and
-    the inner axes of a reshape. If devices divide such an axis, the op computes a new, undivided
-    result, and the old result becomes a copy of the new one. Returns the new op.
+    the inner axes of a reshape. The op then computes a new, undivided tensor, and the old result
+    becomes a copy of it. Returns the new op.
     """
     for position, out in enumerate(op.outputs):
         whole = uncuttable_axes(op, DEVICE_TYPES, out)
@@ -283,12 +285,17 @@ def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
 
 # -- after
 def _goes_after(op: TensorOp) -> bool:
-    """Returns whether the result of the op should be communicated, and not its operand.
+    """Returns whether an op should run on its operand as it is, and its result should be
+    communicated.
 
-    If so, the op runs with the operand divided as it is. The answer is True for an op with one
-    operand and one result, except where this costs more: if the operand is not divided, a slice of
-    the operand is cheaper than a slice of the result. Before a cast to a wider type, communication
-    of the operand is cheaper. False also for reductions over devices and for partial sums.
+    The alternative is to communicate the operand before the op. Returns True for an op with one
+    operand and one result, with four exceptions:
+
+    - The operand is not divided over devices: a slice of the operand is then cheaper, because the
+      op computes less.
+    - The op casts to a wider type: the operand has fewer bytes to communicate.
+    - The op is a reduction over devices, and so is a communication itself.
+    - The op computes partial sums.
     """
     operands = list(tensor_operands(op))
     if len(operands) != 1 or len(op.outputs) != 1 or reduces_one_device_axis(op):
@@ -302,10 +309,12 @@ def _goes_after(op: TensorOp) -> bool:
 
 
 def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
-    """Runs the op with its operand divided as it is, and communicates the result by a copy.
+    """Lets an op compute its result divided over devices like its operand, and communicates the
+    result.
 
-    Returns False, and leaves the op unchanged, if the op cannot run in this way without
-    communication.
+    The op computes a new tensor, and the old result becomes a copy of it; the copy is the
+    communication. Returns False, and changes nothing, if the op would need communication even so.
+    The caller ensures that the op has one tensor operand.
     """
     ((index, operand),) = tensor_operands(op)
     out = op.out_tensor

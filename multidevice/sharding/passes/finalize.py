@@ -83,11 +83,13 @@ def complete_meshes(fusion: Fusion) -> None:
 
 
 def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
-    """Splits the axes in a tensor's memory order (its allocation axes) as its loop axes are split.
+    """Describes in the allocation domain of a tensor (its axes in memory order) the part that one
+    device stores.
 
-    Splits over devices are taken over. If `per_step` is True, each step of a stream loop allocates
-    its own memory, so splits into steps are included. The parts of an axis take the position of the
-    axis, so that the memory of a shard keeps the order of axes. Contiguity is kept, too.
+    Each axis is replaced by the parts into which divisions over devices split it, in the same
+    position, so that the memory order stays. If `per_step` is True, each step of a stream loop
+    allocates memory for one block only, so divisions into steps are included. Contiguity is kept,
+    too.
     """
     if not spread_axes(tv):
         return
@@ -113,10 +115,10 @@ def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
 
 
 def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterDomain]:
-    """Returns the axes into which divisions over devices split a logical axis, outermost first.
+    """Returns the parts into which a logical axis is split over devices, outermost first.
 
-    If `with_stream` is True, divisions into steps of a loop are included. The last entry is the
-    axis inside all divisions.
+    The last entry is the axis of the elements that one device has. If `with_stream` is True, splits
+    into the steps of a loop on the host are included.
     """
     parts: list[IterDomain] = []
     axes = tv.domain.axes

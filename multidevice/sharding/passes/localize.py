@@ -158,8 +158,9 @@ def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
 def _local_sizes(tv: TensorView, block: Block | None) -> dict[int, Scalar]:
     """Returns the extent on one device of every axis that is divided over devices, by axis number.
 
-    The axes are logical axes, and root axes: the axes before a reshape from which they were made.
-    If `block` is given, returns the extents of the block that one step of a stream loop computes.
+    If a reshape made the axis, the axes from which the reshape made it are included. If `block` is
+    given, returns the extents of the block that one step of a stream loop (a loop on the host)
+    computes; `block` selects the step.
     """
     fusion = tv.fusion
     axes = tv.domain.axes
@@ -180,11 +181,11 @@ def _local_sizes(tv: TensorView, block: Block | None) -> dict[int, Scalar]:
 def _local_allocation(
     tv: TensorView, logical: tuple[IterDomain, ...]
 ) -> tuple[tuple[int, ...], tuple[bool | None, ...]]:
-    """Returns the memory order of a device's shard of `tv`: its allocation axes and their
-    contiguity.
+    """Returns the memory order of a device's shard of `tv` as (axes, contiguity).
 
-    `logical` are the logical axes of the shard, in the order that users see. The allocation is ()
-    if it is in the same order.
+    The axes are the numbers of the allocation axes: the axes in memory order. They are () if the
+    memory order is that of `logical`, the logical axes of the shard. The second entry says for each
+    axis whether it is contiguous; None for broadcasts and reductions.
     """
     axes = [a for a in logical if not a.is_reduction()]
     order = memory_order(tv)
@@ -202,10 +203,11 @@ def _shape(tv: TensorView) -> tuple[Scalar, ...]:
 
 
 def _local_slice_bounds(op: SliceOp) -> dict[str, tuple[Scalar, ...]]:
-    """Returns the ranges of the slice op `op` in one device's shard.
+    """Returns the parameters of the op that slices one device's shard as `op` slices the global
+    tensor.
 
-    Only the axes that the op does not resize can be divided over devices. Their ranges end at the
-    local extent.
+    Only axes of which `op` keeps all elements can be divided over devices. Their ranges now end at
+    the extent on one device.
     """
     root, logical = op.out.domain.maybe_root, op.out.domain.logical
     stops = tuple(
@@ -216,10 +218,12 @@ def _local_slice_bounds(op: SliceOp) -> dict[str, tuple[Scalar, ...]]:
 
 
 def _with_local_scalars(op: TensorOp) -> TensorOp:
-    """Replaces the scalar operands of an op that are sizes of its result by the sizes on one
-    device.
+    """Returns `op` with the sizes on one device as operands, if the op has global sizes as
+    operands.
 
-    The result of `op` already has the local extents. Other ops are returned unchanged.
+    These ops are full, expand and slice, which take the shape of the result or the ranges of a
+    slice. Any other op is returned unchanged. The caller has already given the result the sizes on
+    one device.
     """
     match op:
         case FullOp() | ExpandOp():
@@ -231,12 +235,15 @@ def _with_local_scalars(op: TensorOp) -> TensorOp:
 
 
 def _partial_sum(local: Fusion, op: TensorOp, twin: TensorOp, block: Block) -> list[TensorOp]:
-    """Rewrites an op that computes partial sums, `[M, N, iDIDx{d}rf, r{K/d}rf]`, for one device.
+    """Returns the ops by which one device computes its part of a partial sum.
 
-    The axis with one part per device has extent 1 on a device, so it becomes a broadcast axis. A
-    reduction gets the broadcast in its operand, so that the reduction remains the last op. A
-    contraction gets the broadcast in its result. `op` is the op of the global fusion, `twin` its
-    copy in the fusion `local`.
+    A partial sum is a tensor with one part per device along an axis. On one device this axis has
+    extent 1, so it becomes a broadcast axis:
+
+    - a reduction gets the broadcast in its operand, so that the reduction remains the last op;
+    - a contraction, such as a matmul, gets the broadcast in its result.
+
+    `op` computes the partial sum in the global fusion; `twin` is its copy in the fusion `local`.
     """
     tv, out = op.out_tensor, twin.out_tensor
     parts = partial_sum_axes(tv)

@@ -378,8 +378,8 @@ def forms_of(pair: Pair) -> tuple[OverlapForm, ...]:
 def alone(fusion: Fusion, pair: Pair) -> Fusion:
     """Copies the ops of a pair (a communication and matrix products) into a separate fusion.
 
-    The tensors that the ops read, and the symbols of extents, are the inputs of the new fusion. So
-    the pair can be measured or predicted alone.
+    The pair can then be measured or predicted alone. The inputs of the new fusion are the tensors
+    that the ops read but do not compute, and all symbols in the extents of their axes.
     """
     copy, twins = fusion.copy()
     of_op = dict(zip(map(id, fusion.exprs), copy.exprs, strict=True))

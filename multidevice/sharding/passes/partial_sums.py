@@ -1,7 +1,8 @@
 """Reductions over devices or streams: partial sums, then sums over the explicit axis of the parts.
 
 A partial sum has an axis with one element per device, or per step of a stream loop. Such a loop
-runs on the host and computes one part per step.
+runs on the host and computes one part per step. In the examples, `r` is a reduction axis, and `rf`
+marks both parts of a split reduction axis.
 
     out [M, N, rDIDx] = linear(x, w, bias)   ->   t [M, N, iDIDx{d}rf, r] = linear(x, w)
                                                   s [M, N, rDIDx{d}] = sum(t)
@@ -50,11 +51,10 @@ from multidevice.sharding.reshard import exchanged_axes
 
 # ------------------------------------------------------------------ row-parallel bias
 def add_row_parallel_bias_last(fusion: Fusion) -> None:
-    """Adds the bias of a linear layer after the layer's sum over devices, and not on each device
-    before the sum.
+    """Adds the bias of a linear layer after the layer's sum over devices.
 
-    Otherwise the sum would contain the bias once for each device. The sum is cast back to the dtype
-    of the linear layer. The bias addition and the cast fuse with later ops.
+    If each device added the bias before the sum, the sum would contain the bias once per device.
+    For 16-bit floats, the bias is added in Float, and the result is cast to the dtype of the layer.
     """
     for op in fusion.exprs:
         if isinstance(op, LinearOp) and op.bias is not None and reduction_cuts(op.out):
@@ -97,14 +97,14 @@ def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
 
 # ------------------------------------------------------------------ partial sums
 def factor_spread_reductions(fusion: Fusion) -> None:
-    """Splits every reduction over devices or the iterations of a stream loop in two: an op that
-    computes partial sums, and sums of the parts.
+    """Splits every reduction over devices or over the steps of a stream loop in two: partial sums,
+    then their sum.
 
-    The tensor of partial sums has an axis with one part per device: `[M, N, iDIDx{d}rf, r{K/d}rf]`.
-    The user's tensor becomes the sum over that axis, `[M, N, rDIDx{d}]`. If the reduction axis is
-    divided along several mesh dimensions, or also over steps, there are several sums of parts, one
-    for each division. For an op that is not known to be a sum of parts, its reduction axis is not
-    divided, so that later each device gets the whole operand.
+    A stream loop runs on the host and computes one part per step. The tensor of partial sums has an
+    axis with one part per device or step; the user's tensor becomes the sum over that axis. A
+    reduction axis that is divided several times, over mesh dimensions or steps, gives one such sum
+    for each division. Only reductions, matmuls and linear layers are split. For any other op, the
+    division of the reduction axis is removed, so that each device later gets the whole operand.
     """
     for op in fusion.exprs:
         cuts = reduction_cuts(op.out_tensor)
@@ -119,14 +119,16 @@ def factor_spread_reductions(fusion: Fusion) -> None:
 
 
 def exchange_partial_sums(fusion: Fusion) -> None:
-    """Inserts an exchange of partial sums if each device starts its stream loop with another block.
+    """Inserts an exchange of partial sums where each device starts its stream loop with another
+    block.
+
+    A stream loop computes one block of a tensor per step. In the same step, such devices compute
+    partial sums of different blocks, which cannot be added. So each step sends its block to the
+    device that sums, and the sum is made after the loop:
 
         t [DIDx, stream swizzled, N], out [DIDx(M), N] = sum(t)
             ->  u [stream, DIDx, N] = set(t)     each step sends its block to the device that sums
                 out = sum(u)                     after the steps
-
-    A stream loop computes one block per step. In one step, the devices here compute partial sums of
-    different blocks, so these cannot be added in this step.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp) or not reduces_one_device_axis(op):
@@ -182,11 +184,11 @@ def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
 
 
 def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelType]:
-    """Returns `types` in the order in which the sums over partial results are made, one for each
-    type.
+    """Returns `types` in the order in which partial sums are added, one type after the other.
 
-    The types are the mesh dimensions and stream types along which a reduction axis was divided.
-    `targets` says how the axes of the result are divided.
+    The types are the mesh dimensions and stream types along which a reduction axis was divided; the
+    parts along each type are added by an op of their own. `targets` says how the axes of the final
+    result are divided.
 
     - Stream types are first, because their sums are local.
     - If two types divide an axis of the result, one inside the blocks of the other, the outer one
@@ -201,10 +203,9 @@ def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
     """Creates the tensor of the partial sums of `op`, with one part per device or step of a stream
     loop.
 
-    `cuts` maps the numbers of reduction axes to their divisions. Each division becomes an axis that
-    is not reduced. If a stream loop computes the result of `op` block by block, it also computes
-    the new tensor block by block. Otherwise the new tensor follows an operand that a stream loop
-    computes block by block.
+    `cuts` maps the numbers of reduction axes to their divisions; each division becomes an axis of
+    the new tensor that is not reduced. A stream loop computes the new tensor block by block if it
+    does so with the result of `op`, or else with an operand of `op`.
     """
     out, fusion = op.out_tensor, op.out_tensor.fusion
     axes = {a.number: fusion.clone_axis(a) for a in out.domain.maybe_root}
@@ -277,12 +278,12 @@ def _summed_type(ptype: ParallelType) -> ParallelType:
 def _intermediate_sum(
     source: TensorView, ptype: ParallelType, out: TensorView, pending: set[ParallelType]
 ) -> TensorView:
-    """Creates the sum of the partial sums `source` over their axis of type `ptype`, one of several
-    such axes.
+    """Creates a tensor for the sum of the partial sums `source` over their axis of type `ptype`.
 
-    The types are mesh dimensions and stream types. `pending` has the types of the axes that are
-    still to be summed later. The result is divided over devices like `out`, but not along the types
-    in `pending`, because an axis of a tensor has each type only once.
+    Partial sums have one axis for each mesh dimension or stream type along which the sum was
+    divided. The axes of the types `pending` are still to be summed, so they remain. The new tensor
+    is divided over devices like `out`, the final result, but not along the types in `pending`: a
+    tensor may have each type on one axis only.
     """
     fusion = out.fusion
     axes = tuple(

@@ -56,7 +56,8 @@ class ShardingResult:
 
     - `facts`: for each tensor, the reasons for its mesh and for the division of its axes over
       devices. Tensors that the user annotated have none.
-    - `outputs`: the sharding of each fusion output, including hidden outputs; empty without meshes.
+    - `outputs`: the sharding of each output of the fusion; empty if no tensor has a mesh. Outputs
+      that are written into an input, and are not returned to the user, are included.
     - `communications`: the ops that communicate, in program order.
     """
 
@@ -68,11 +69,10 @@ class ShardingResult:
 
 
 def drop_unit_axes(fusion: Fusion) -> None:
-    """Makes axes ordinary (not parallel) that have a mesh dimension with only one device.
+    """Removes the parallel type from axes that are divided over a mesh dimension with one device.
 
-    The mesh dimension that an axis has as its parallel type says which devices share the axis. With
-    one device, the axis is not divided and needs no communication. Without this pass, there would
-    be collectives whose team has one rank.
+    With one device, such an axis is not divided and needs no communication. Without this pass,
+    there would be collectives among one rank.
     """
     for tv in fusion.tensors():
         mesh = tv.mesh
@@ -120,11 +120,12 @@ def drop_unit_streams(fusion: Fusion) -> None:
 
 
 def split_streamed_remainders(fusion: Fusion) -> None:
-    """Splits a stream axis that is the inner part of a device axis, so that each step has one
-    index.
+    """Splits a stream axis off the part of an axis that each device has, with one index per step.
 
-    A stream axis is one along which a loop on the host computes the tensor, one block per step. The
-    other passes expect the stream type on the outer part of a split.
+    A stream axis is one along which a loop on the host computes the tensor, one block per step. In
+    the example, each of d devices has M/d indices, and the user has put the stream type on this
+    inner part of the split. Other passes expect the stream type on the outer part of a split, so
+    one more split is added:
 
         t [DIDx(M), stream(M/d)]   ->   t [DIDx(M), stream(M/d), 1]
     """
@@ -178,10 +179,11 @@ def _follow_inputs(fusion: Fusion, *, repeated: Collection[int]) -> None:
 
 
 def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
-    """Chooses memory orders and completes the domains of a fusion. Runs after
-    `decompose_reshardings`.
+    """Runs the passes after `decompose_reshardings`: they choose memory orders, and write the
+    divisions of axes into the domains of the tensors.
 
-    `repeated` has the numbers of the input axes that have stride 0; see `infer_layouts`.
+    `repeated` has the numbers of the input axes that have stride 0, such as expanded axes. The pass
+    `infer_layouts` uses it when it chooses memory orders.
     """
     verify_fusion(fusion, after="decompose_reshardings")
     for name, run in _passes(repeated):

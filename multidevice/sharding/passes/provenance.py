@@ -61,10 +61,10 @@ def _mesh_rows(tv: TensorView, facts: tuple[Fact, ...]) -> Iterator[Origin]:
 
 
 def _through(row: Origin, tv: TensorView, fact: Fact) -> Origin:
-    """Completes the record `row` about one division or mesh of `tv`, which was propagated as `fact`
-    says.
+    """Adds to the record `row` from which tensor, and through which op, propagation reached `tv`.
 
-    Adds the tensor and the op from which the division or the mesh was propagated.
+    The record says why `tv` has its mesh or one of its divisions over devices. `fact` is the reason
+    that propagation has recorded: the source tensor and the direction.
     """
     how: How = fact.direction
     op = tv.definition() if how == "forward" else fact.source.definition()
@@ -188,9 +188,9 @@ def complete_origins(fusion: Fusion) -> None:
 def _moved(out: TensorView, placed: Mapping[int, Origin]) -> Iterator[Origin]:
     """Yields a record (`Origin`) of the placement of `out`, the result of a communication.
 
-    Yields nothing if `placed`, the known records by tensor number, has a record of `out`. Otherwise
-    a pass has inserted a copy that changes the memory order of `out`, and the result of this copy
-    is in `placed`. The record of `out` is then a copy of that record.
+    The reason is copied from the record of another tensor: if a pass has inserted a copy after the
+    communication, to change the memory order, only the result of this copy has a record. `placed`
+    has the known records by tensor number. Yields nothing if `out` already has a record.
     """
     if out.number in placed:
         return
