@@ -185,7 +185,7 @@ class HeuristicParams:
     `manual_execute` and `KernelExecutor` only check that the kernel satisfies them.
 
     Raises:
-        UnsupportedError: when called, because only `compute_heuristics` creates these objects.
+        UnsupportedError: the user calls the class; only `compute_heuristics` creates its objects.
     """
 
     # The public name, used in messages.
@@ -304,7 +304,10 @@ def _is_inner(params: Any) -> bool:
 
 
 def _blocks(params: Any) -> int:
-    """Returns the number of CUDA blocks that share one reduction."""
+    """Returns the number of CUDA blocks that share one reduction in a kernel with these parameters.
+
+    Returns 1 for classes of parameters that do not have this number.
+    """
     return getattr(params, "grid", 1)
 
 

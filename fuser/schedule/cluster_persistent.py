@@ -43,14 +43,15 @@ MOST_WAITS, MOST_WAITS_WIDE = 2, 4
 
 
 def row_class(rows: int, columns: int) -> int:
-    """Returns a class of rows, from 0 to 2. `suits` chooses in the same way between one kernel and
-    several kernels for all rows of one class.
+    """Returns 0, 1 or 2: the class to which rows of this number and length belong.
 
     - 0: rows for which clusters of CUDA blocks never pay, because the rows are short or few.
     - 1: rows of at most `LONG_ROW` elements.
     - 2: longer rows.
 
-    `rows` is the number of rows, and `columns` the number of elements of each row.
+    `suits` depends on sizes only by this class: all rows of one class get the same decision between
+    one kernel with clusters and several kernels. `rows` is the number of rows, and `columns` the
+    number of elements of each row.
     """
     if columns <= LONGEST_ROW_OF_A_BLOCK or rows < FEWEST_ROWS:
         return 0

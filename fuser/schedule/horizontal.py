@@ -36,8 +36,7 @@ MAX_BYTES = 160 << 20
 class HorizontalParams:
     """The parameters of several pointwise kernels that share a launch: one entry for each kernel.
 
-    If the fusion has more parts (kernels) than parameters, the remaining parts use the last
-    parameters.
+    If the launch has more kernels than entries, the last entry also serves the remaining kernels.
     """
 
     parts: tuple[PointwiseParams, ...]
@@ -63,16 +62,18 @@ class HorizontalParams:
 
 
 def generic(device: DeviceInfo) -> HorizontalParams:
-    """Returns the parameters that are valid for all inputs of a device, for example of any
-    alignment.
+    """Returns parameters with which the kernels of a launch are correct for all inputs, for example
+    inputs of any alignment.
+
+    `device` is the device that runs the kernels.
     """
     return HorizontalParams((pointwise.generic(device),))
 
 
 def ladder(chosen: HorizontalParams, least: HorizontalParams) -> tuple[HorizontalParams, ...]:
-    """Returns parameters to try one after another, from `chosen` to `least`.
+    """Returns parameters to try one after another until a kernel can be generated, from `chosen` to
+    `least`.
 
-    If no kernel can be generated with some parameters, the next parameters of the result are used.
     Each has fewer requirements than the one before, such as shorter vectors. From one to the next,
     the parameters of all kernels in the launch change together.
     """
@@ -121,10 +122,11 @@ def _outputs_of_parts(fusion: Fusion) -> list[tuple[list[TensorView], tuple[Tens
 
 
 def parts_of(fusion: Fusion) -> Iterator[Fusion]:
-    """Yields each part of a launch, as a fusion with the same tensor numbers and layouts.
+    """Yields each part of a launch, as a fusion of its own.
 
-    Outputs with the same axes form one part. A caller may add tensors to a part before it requests
-    the next part. The numbers of these tensors are not used in later parts.
+    Outputs with the same axes form one part. Tensors have the same numbers and layouts as in
+    `fusion`. A caller may add tensors to a part before it requests the next part; later parts then
+    use other numbers for new tensors.
     """
     given = [v for v in fusion.inputs if isinstance(v, TensorView)]
     last = 0
@@ -186,10 +188,11 @@ INLINED = {**SCALAR, "unroll": 1, "unroll_outer": False, "columns": 1}
 
 
 def rungs(chosen: Any, generic: Any) -> tuple[Any, ...]:
-    """Returns parameters to try one after another, from `chosen` to `generic`, without duplicates.
+    """Returns parameters to try one after another until a kernel can be generated.
 
-    If no kernel can be generated with some parameters, the next parameters of the result are used.
-    An example, as vector width x unroll factor:
+    They begin with `chosen` and end with `generic`, which is valid for all inputs. Each has fewer
+    requirements than the one before. Duplicates are left out. An example, as vector width x unroll
+    factor:
 
         vector 4, unroll 2  ->  4 x 2, 2 x 2, 1 x 2, 1 x 1, generic
     """

@@ -198,11 +198,12 @@ def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[Te
     """Returns the tensors from which a reduction is computed, and the ops that may have to wait for
     the reduction.
 
-    The tensors are the direct and indirect operands of the reduction. The ops are the keys of a
-    dict, in which each value is True. There are two kinds of such ops:
+    The tensors are the direct and indirect operands of the reduction. There are two kinds of ops:
 
     - ops that use the result of the reduction, directly or through other ops;
     - ops whose results lead to an op of the first kind on a path without the reduction.
+
+    The ops are the keys of a dict, which serves as an ordered set; each value is True.
     """
     above: set[TensorView] = {v for v in reduction.inputs if isinstance(v, TensorView)}
     for op in reversed(fusion.exprs):

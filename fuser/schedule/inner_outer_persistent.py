@@ -140,8 +140,8 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 def generic(device: DeviceInfo) -> InnerPersistentParams:
     """Returns parameters for rows of any alignment, up to eight times as long as `suits` allows.
 
-    Longer rows than `suits` allows can occur: the scheduler is chosen for the sizes of whole
-    tensors, but a rank's shards have other sizes.
+    The scheduler is chosen for the sizes of whole tensors, but the kernel gets a rank's shards,
+    which have other sizes. Therefore the parameters also accept rows that `suits` would reject.
     """
     threads = device.max_threads_per_block
     return InnerPersistentParams(threads, kept=8 * LONGEST_ROW // threads, resident=RESIDENT)

@@ -271,8 +271,9 @@ def _apply_threads(
     tensors.
 
     - `kept`: the tensors that registers hold over a whole row (the reduced axes).
-    - `needed`: maps each tensor to the number of reductions, one after another, that must be
-      complete before the ops that use the tensor. For each number, inputs are loaded separately.
+    - `needed`: for each tensor, in which loop over the row the tensor is used. Loop n begins when n
+      reductions, each of which depends on the one before, are complete. An input that several loops
+      use is loaded again in each of them, unless registers hold the input.
     """
     fusion, full, levels = view.fusion, view.full, levels_of(view.fusion)
     accesses = {a.tv: a for a in view.space.accesses}
@@ -436,8 +437,8 @@ def _assume_exact(view: RowView, groups: list[list[int]], params: InnerPersisten
     """Lets the kernel assume that threads and elements fit exactly, so that it needs no bounds
     checks.
 
-    Adds guards, which each launch checks: the row length is fixed, and the number of rows is a
-    multiple of the rows that a CUDA block processes.
+    Adds guards, which each launch checks: a row has exactly as many elements as its threads hold,
+    and the number of rows is a multiple of the rows that a CUDA block processes at a time.
     """
     logical = view.reference.domain.logical
     *rows, row = groups
@@ -600,8 +601,10 @@ class InnerPersistentParams:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> InnerPersistentParams:
-    """Returns the parameters that are valid for all inputs of a device, for example of any row
-    length.
+    """Returns parameters with which an inner persistent kernel is correct for all inputs, for
+    example rows of any length.
+
+    `device` is the device that runs the kernel.
     """
     if device.kind == "cpu":
         return InnerPersistentParams()
@@ -613,9 +616,10 @@ def chooser(
 ) -> Callable[[Facts], InnerPersistentParams]:
     """Returns a function that chooses a kernel's parameters for given inputs.
 
-    The function gets the sizes and alignments of the inputs. A thread holds `extra_bytes` more in
-    registers for each of its elements. With `in_clusters`, the function also chooses how many CUDA
-    blocks process a row together (a cluster).
+    The function gets the sizes and alignments of the inputs. `extra_bytes` is the number of bytes
+    of registers that a thread needs for each of its elements in addition to the element itself,
+    such as for accumulators. With `in_clusters`, the function also chooses how many CUDA blocks
+    process a row together (a cluster).
     """
     if device.kind == "cpu":
         loops = InnerPersistentParams()

@@ -248,10 +248,10 @@ def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) 
 
 
 def direct_uses(tv: TensorView) -> list[TensorOp]:
-    """Returns the ops that read a tensor at their own index.
+    """Returns the ops that read a tensor, except lookups that use the tensor as their table.
 
-    A lookup that uses the tensor as its table is left out, because it reads at an index that it has
-    loaded.
+    The index at which such a lookup reads is itself loaded from memory, so the lookup cannot read a
+    copy of the tensor in registers. All other ops read at an index that their own loops determine.
     """
     uses = tv.fusion.uses(tv)
     return [op for op in uses if not (isinstance(op, LookupOp) and op.table is tv)]
@@ -297,8 +297,8 @@ def _none(access: Access) -> bool:
 class VectorWidths:
     """Computes how many elements a vector load or store of a kernel can have.
 
-    The object is created once for a fusion, and is asked for each class of inputs. The number is a
-    power of two that is possible for every tensor in `candidates`. It has three limits:
+    The object is created once for a fusion, and serves inputs of all sizes and alignments. The
+    number is a power of two that is possible for every tensor in `candidates`. It has three limits:
 
     - at most 16 bytes of the largest element type;
     - a divisor of the extent of the contiguous innermost axes, so that a row ends with a whole
@@ -319,8 +319,8 @@ class VectorWidths:
     def of(self, facts: Facts, inner_extent: int) -> int:
         """Returns the number of elements of a vector, for inputs with these sizes and alignments.
 
-        `inner_extent` is the number of elements along the contiguous innermost axes, which vectors
-        divide.
+        `inner_extent` is the number of elements along the contiguous innermost axes. The result is
+        a divisor of this number, so that no vector crosses the end of a row.
         """
         return gcd(self.within(facts), inner_extent) if inner_extent else 1
 

@@ -1,12 +1,13 @@
 """Loop propagation: copies the loops and parallel types of one tensor, the reference, to others.
 
-A loop transform is a split, merge or reordering of axes. The axis graph relates two tensors. An
-axis of the reference matches an axis of a target in two cases:
+A loop transform is a split, merge or reordering of axes. An axis of the reference matches an axis
+of a target in two cases:
 
-- Both axes are mapped to each other exactly.
+- One loop can iterate both axes, because their indices are always equal.
 - One axis is a broadcast that an op between the two tensors expands to the other.
 
-Paths between tensors need not be followed. A target without some axis of the reference skips the
+The axis graph (`AxisGraph`) has these relations for any two tensors of a fusion, so no path of ops
+between the two tensors is followed. A target without some axis of the reference skips the
 transforms of this axis. A merge with a missing axis yields the other axis.
 """
 
@@ -99,9 +100,11 @@ class AxisMatcher:
 
 # ------------------------------------------------------------------ transforms
 class _Repeat(Rules[IterDomain]):
-    """Rules that apply the splits and merges of one tensor to another tensor's axes.
+    """A table of methods, one for each kind of transform, that repeat the transforms of one tensor
+    on the axes of another tensor.
 
-    Resizes are not applied.
+    There is no method for resizes, so these are not repeated. A merge or shift of which one axis is
+    missing leaves the other axis unchanged.
     """
 
     needs_all = False
@@ -203,8 +206,9 @@ def _renumbered(made: TensorDomain, like: TensorDomain, fusion: Fusion) -> Tenso
     """Returns a copy of `made`, the axes of a tensor after splits and merges, with the axis numbers
     (ids) of `like`.
 
-    `made` was computed for a domain that equals `like` except for axis numbers. A copy with other
-    numbers is faster than the same computation for `like`. New axes get new numbers.
+    The caller has computed `made` for another tensor, whose axes equal those of `like` except for
+    their numbers. Renumbering is faster than repeating the splits and merges for `like`. Axes that
+    `like` does not have get new numbers.
     """
     names = dict(zip(made.axes, sorted(like.axes), strict=False))
     names.update({n: fusion.next_axis() for n in made.axes if n not in names})
@@ -269,15 +273,15 @@ def transform_like(reference_tv: TensorView, selected_tensors: Collection[Tensor
 def _above_reshapes(
     reference: TensorView, chosen: Sequence[TensorView]
 ) -> Iterator[tuple[Callable[[], TensorDomain], AxisMatcher, list[TensorView]]]:
-    """Yields three things for each reshape whose result is the reference tensor or in `chosen`, the
-    last reshape first.
+    """Yields what is needed to copy loops of the reference tensor to tensors before a reshape, for
+    each reshape whose result is the reference tensor or in `chosen`; the last reshape is first.
 
-    The tensors before a reshape have other axes than the reference tensor. With these three things,
-    the loops of the reference tensor can be copied to them:
+    Tensors before a reshape have other axes than the reference tensor, so loops are copied by way
+    of the axes before the reshape. Each reshape yields three things:
 
     - a function that returns the domain of the reshape's result, with the axes before the reshape
       as logical axes;
-    - a matcher for these logical axes;
+    - a matcher, which finds axes of other tensors that match these logical axes;
     - the tensors of `chosen` before the reshape that have axes which the reference tensor lacks.
     """
     fusion = reference.fusion
@@ -360,7 +364,7 @@ def parallelize_like(
     axis of another tensor that matches the reference tensor's axis. By default, all tensors get all
     types. `selected_tensors` and `selected_parallel_types` restrict the tensors and the types.
     Vectorize is copied only to selected tensors, because it describes how one tensor is accessed.
-    `propagate_padding` has no effect.
+    `propagate_padding` has no effect; it exists because nvFuser's function has it.
     """
     del propagate_padding  # accepted for nvFuser's signature; axes are never padded here
     fusion = reference_tv.fusion

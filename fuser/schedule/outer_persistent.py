@@ -165,11 +165,12 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
-    """Returns the reason why the fusion must be rejected, if the output of `alias` cannot overwrite
-    the input of `alias`; None if it can.
+    """Returns the reason why the fusion must be rejected, if an output cannot overwrite an input;
+    None if it can.
 
-    Threads may still read the input's old values while another thread writes the output. Therefore
-    no reduction and no other output may depend on the input.
+    `alias` names the output and the input that share memory. A thread may write the output while
+    other threads still read old values of the input. Therefore no reduction and no other output may
+    depend on the input.
     """
     below = {alias.into}
     for op in fusion.exprs:
@@ -205,11 +206,11 @@ def most_rows(fusion: Fusion) -> int:
 
 
 def _view_and_bytes(fusion: Fusion) -> tuple[RowView, int]:
-    """Copies the fusion, rewrites the copy as `apply` does, and returns two things: a view of the
-    copy along its rows, and a number of bytes.
+    """Returns a view of the fusion along its rows, and the bytes of registers that a thread needs
+    for each element that it holds.
 
-    The rows are the reduced axes. The number is the bytes of registers that a thread needs for each
-    element of the rows that it holds.
+    The rows are the reduced axes. The view is one of a copy of the fusion, which is rewritten as
+    `apply` does; the fusion itself is not changed.
     """
     given, _ = fusion.copy()
     rewrite(given, is_kept=True, has_threads=True)
@@ -236,8 +237,10 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> OuterPersistentParams:
-    """Returns the parameters that are valid for all inputs of a device, for example of any number
-    of rows.
+    """Returns parameters with which an outer persistent kernel is correct for all inputs, for
+    example any number of rows.
+
+    `device` is the device that runs the kernel.
     """
     if device.kind == "cpu":
         return OuterPersistentParams()
@@ -279,11 +282,12 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], OuterPersis
 def _kept_params(
     columns: list[int], rows: int, step: tuple[int, int, int], device: DeviceInfo
 ) -> OuterPersistentParams:
-    """Returns the parameters for one vector width.
+    """Returns the parameters of an outer persistent kernel whose vectors have a given width.
 
-    `columns` are the extents of the axes that are not reduced, from outer to inner. `rows` is the
-    number of elements that are reduced to one. `step` describes a vector: its number of elements,
-    its bytes in memory, and its bytes in registers.
+    Its threads hold all rows in registers; if the rows do not fit, the kernel reads them again
+    instead. `columns` are the extents of the axes that are not reduced, from outer to inner. `rows`
+    is the number of elements that are reduced to one. `step` describes a vector: its number of
+    elements, its bytes in memory, and its bytes in registers.
     """
     vector, nbytes, kept_bytes = step
     chunks, outside = -(-columns[-1] // vector), prod(columns[:-1])
@@ -425,9 +429,9 @@ def _assume_exact(view: RowView, params: OuterPersistentParams) -> bool:
     """Lets the kernel assume that threads and elements fit exactly, so that it needs no bounds
     checks.
 
-    Adds guards, which each launch checks: the number of rows is fixed, and the number of columns is
-    a multiple of a CUDA block's columns. Returns whether the columns are now known to be such a
-    multiple.
+    Adds guards, which each launch checks: the number of rows is exactly the number that the threads
+    hold, and the number of columns is a multiple of a CUDA block's columns. Returns whether the
+    columns are now known to be such a multiple.
     """
     fusion, logical = view.fusion, view.reference.domain.logical
     _, columns, rows = _groups(view)

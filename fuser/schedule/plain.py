@@ -77,7 +77,7 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def generic(device: DeviceInfo) -> PlainParams:
-    """Returns the parameters of the plain scheduler, which are equal for all inputs of a device."""
+    """Returns the parameters of the plain scheduler, which depend on nothing but the device."""
     return PlainParams() if device.kind == "cpu" else PlainParams(THREADS)
 
 
@@ -85,7 +85,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PlainParams
     """Returns a function from sizes and alignments of the inputs to parameters of the plain
     scheduler.
 
-    The function returns the same parameters for all inputs of a device.
+    The function ignores its argument, because these parameters depend on the device alone.
     """
     del fusion
     params = generic(device)

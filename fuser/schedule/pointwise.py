@@ -121,7 +121,7 @@ class PointwiseParams:
         `self`.
 
         If so, no kernel is compiled with `self` for small inputs, because both take about the same
-        time. The vector width may differ between `MANY_ELEMENTS` and half of this number.
+        time. The vector widths must be equal, or be `MANY_ELEMENTS` and half of it.
         """
         if not isinstance(other, PointwiseParams):
             return False
@@ -150,8 +150,10 @@ class PointwiseParams:
 
 
 def generic(device: DeviceInfo) -> PointwiseParams:
-    """Returns the parameters that are valid for all inputs of a device, for example of any
-    alignment.
+    """Returns parameters with which a pointwise kernel is correct for all inputs, for example
+    inputs of any alignment.
+
+    `device` is the device that runs the kernel.
     """
     return PointwiseParams() if device.kind == "cpu" else PointwiseParams(threads_x=THREADS)
 
@@ -381,8 +383,9 @@ def _flat_most(space: Space, inner: int) -> int:
     """Returns the largest number of elements of a vector, for a kernel whose vectors cross the ends
     of rows.
 
-    Such a kernel reads operands that all rows share, such as a bias, element by element. These
-    operands limit the number (`MAX_SHARED`).
+    Such a kernel reads operands that all rows share, such as a bias, element by element. The more
+    bytes these operands have, compared with the tensors that have all axes, the fewer elements a
+    vector has (`MAX_SHARED`).
     """
     full = sum(a.nbytes for a in space.accesses if space.is_full(a))
     along = (a for a in space.accesses if not space.is_full(a) and inner in (a.order or ()))
@@ -639,9 +642,9 @@ def _shape(tv: TensorView, groups: list[list[int]], params: PointwiseParams) -> 
 def _shape_pieces(tv: TensorView, params: PointwiseParams) -> int:
     """Builds the loops of a kernel that processes all pieces of a concatenation together.
 
-    Before, the loop axes are [outer, pieces * length] or [pieces * length]. Returns the position of
-    the unswitched loop, whose body exists with and without bounds checks; inputs are loaded inside
-    it.
+    The innermost loop axis of `tv` covers all pieces, one after another; at most one other loop
+    axis is outside of it. Returns the position of the unswitched loop, whose body exists with and
+    without bounds checks; inputs are loaded inside it.
     """
     last = len(tv.domain.loop) - 1
     extent = sc.int_value(tv.domain.loop[last].extent)

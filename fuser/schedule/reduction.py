@@ -141,11 +141,12 @@ def _tail_rejection(
 
 
 def joined_spaces(fusion: Fusion, graph: AxisGraph | None = None) -> list[tuple[int, int]]:
-    """Returns pairs of axes of different reductions that one kernel can iterate together, although
-    no tensor relates the two axes.
+    """Returns pairs of axes of different reductions that one kernel can iterate by the same loop,
+    although no op relates the two axes.
 
     The first axis of a pair is an axis of the first reduction. The second is the axis at the same
-    position of another reduction, all of whose axes have the same extents as those of the first.
+    position of another reduction. All axes of the two reductions have equal extents, position by
+    position.
     """
     reference, *others = (op.out_tensor.domain.logical for op in _reductions(fusion))
     if not others:
@@ -208,9 +209,10 @@ def _runs(space: Space) -> _Runs:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> ReductionParams:
-    """Returns the parameters that are valid for all inputs of a device.
+    """Returns parameters with which a reduction kernel is correct for all inputs.
 
-    `apply` decides whether the reduction is inner or outer, so the field `inner` has no effect.
+    The field `inner` (whether the innermost axes in memory are reduced) has no effect, because
+    `apply` finds this out from the fusion. `device` is the device that runs the kernel.
     """
     threads = 0 if device.kind == "cpu" else THREADS_INNER
     return ReductionParams(inner=True, threads_x=threads)
@@ -271,10 +273,11 @@ def _is_loaded(space: Space, access: Access) -> bool:
 def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
     """Returns the inputs and outputs that could be accessed in vectors if rows were shifted.
 
-    Rows whose length is no multiple of a vector are then read from the aligned address in front of
-    each row. The result has two kinds of tensors: inputs that are loaded in front of their uses,
-    and outputs that are stored in vectors. Returns an empty tuple if some of these tensors have
-    gaps in memory or another memory order, or if the reduced axes are not innermost.
+    A shifted row is read from the aligned address in front of the row, so that vectors are aligned
+    even if the row's length is no multiple of a vector. The result has two kinds of tensors: inputs
+    that are loaded in front of their uses, and outputs that are stored in vectors. Returns an empty
+    tuple if some of these tensors have gaps in memory or another memory order, or if the reduced
+    axes are not innermost.
     """
     stored = {a.tv for a in space.vector_candidates(runs.innermost) if a.is_output}
     found = tuple(a for a in space.accesses if a.tv in stored or _is_loaded(space, a))
@@ -695,8 +698,8 @@ def inner_params(
 
 
 def _fuller(chunks: int, tile: int, *, is_heavy: bool) -> int:
-    """Returns a number of threads with which clearly fewer threads are idle than with the usual
-    number; 0 if there is no such number.
+    """Returns a number of threads that leaves clearly fewer threads idle than usual; 0 if there is
+    no such number.
 
     The threads process a row of `chunks` vectors. Usually they process `tile` vectors at a time,
     and some threads are idle in the last step. With `is_heavy`, the maximum number of threads is

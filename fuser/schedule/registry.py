@@ -212,8 +212,9 @@ def rejections(fusion: Fusion) -> dict[str, str]:
 
 
 def scheduler(name: str) -> Scheduler:
-    """Returns the scheduler with this name. The scheduler with the name `user` leaves the schedule
-    that the user has written unchanged.
+    """Returns the scheduler with this name.
+
+    The scheduler `user` stands for a manual schedule: it leaves the user's schedule unchanged.
 
     Raises:
         UnsupportedError: no scheduler has this name.

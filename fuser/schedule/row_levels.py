@@ -43,10 +43,11 @@ def levels_of(fusion: Fusion) -> dict[TensorView, int]:
 def level_of_step(op: TensorOp, levels: dict[TensorView, int]) -> int:
     """Returns the number of the loop over a row in which an op runs.
 
-    A row is the reduced axes of a kernel. The kernel has one such loop for each level of tensors.
-    The level of a tensor is the number of reductions, one after another, that the tensor depends
-    on; `levels` has the levels. A reduction runs in the loop before that of its result's level, and
-    any other op in the loop of its result's level.
+    A row is the reduced axes of a kernel, which has several loops over the row, one after another.
+    Loop n begins when n reductions, each of which depends on the one before, are complete. `levels`
+    maps each tensor to the number of reductions that it depends on, one after another. An op runs
+    in the loop with this number; but a reduction runs in the loop before, because its own result is
+    complete only after the loop.
     """
     return levels[op.out_tensor] - isinstance(op, REDUCING)
 
@@ -55,10 +56,10 @@ def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
     """Returns, for each tensor, the numbers of the loops over a row in which the kernel reads the
     tensor.
 
-    A row is the reduced axes. A loop has the number of reductions, one after another, that are
-    complete before the loop begins. In each loop, some reductions and outputs are computed. The
-    loop reads a tensor if such a reduction or output is computed from the tensor, directly or
-    through ops that are no reductions.
+    A row is the reduced axes. Loop n begins when n reductions, each of which depends on the one
+    before, are complete. In each loop, some reductions and outputs are computed. The loop reads a
+    tensor if such a reduction or output is computed from the tensor, directly or through ops that
+    are no reductions.
     """
     levels, found = levels_of(fusion), dict[TensorView, set[int]]()
     for op in reversed(fusion.used_exprs()):
@@ -166,13 +167,13 @@ def most_bytes(kept: Iterable[KeptValue], vector: int) -> int:
 
 # ------------------------------------------------------------------ rewrites
 def separate_levels(fusion: Fusion, shared: frozenset[TensorView]) -> dict[TensorView, int]:
-    """Duplicates ops whose results are needed before and after a reduction, so that operands can be
-    loaded early both times.
+    """Duplicates ops whose results are needed in several loops over a row, so that each loop
+    computes its own copy.
 
-    The level of a tensor is the number of reductions, one after another, that the tensor depends
-    on. Afterwards, each level has its own copy of such an op, and loads the operands before it
-    computes. Ops with results in `shared` are not duplicated. Returns, for each tensor, the level
-    in which the tensor is needed.
+    A row is the reduced axes of a kernel. Loop n over the row begins when n reductions, each of
+    which depends on the one before, are complete. After the duplication, each loop can load the
+    operands of the copy early. Ops with results in `shared` are not duplicated. Returns, for each
+    tensor, the number of the loop in which the tensor is needed.
 
         c = f(x); m = max(c); d = sub(c, m)   ->   c = f(x); m = max(c); e = f(x); d = sub(e, m)
     """
@@ -401,7 +402,8 @@ class RowView:
     def is_costly(self, op: TensorOp) -> bool:
         """Returns whether computing an op again costs more than holding its result in registers.
 
-        True if the op is expensive, or reads an input from memory that registers do not hold.
+        True if the op is expensive. Also True if the op reads an input that is not held in
+        registers, because the input would then be loaded from memory again.
         """
         full = self.full
         return op.name in EXPENSIVE or any(
@@ -415,7 +417,8 @@ def rewrite(fusion: Fusion, *, is_kept: bool, has_threads: bool) -> None:
 
     The fusion is changed in place. With `is_kept`, registers hold the row (the reduced axes), so
     variances are computed in two passes. With `has_threads`, the kernel is for a GPU, so divisions
-    are replaced. In both cases, outputs that other ops read are also kept in registers.
+    by a value per row are replaced by multiplications. Always, outputs that other ops read are also
+    kept in registers.
     """
     _fork_outputs(fusion)
     if is_kept:

@@ -77,8 +77,8 @@ def split_tile(
     `factors` are pairs (factor, parallel type) from outer to inner. Factors of 1 are left out.
     Returns the parallel types of the tile's axes.
 
-    Only the first split may be incomplete, so an iteration needs one test. `[n]`, ((2, UR), (128,
-    TIDx))  ->  `[ceilDiv(n, 256), UR 2, TIDx 128]`
+    Only the last tile may be incomplete, so one bounds check per iteration is enough. `[n]`, ((2,
+    UR), (128, TIDx))  ->  `[ceilDiv(n, 256), UR 2, TIDx 128]`
     """
     kept = [(f, t) for f, t in factors if f > 1]
     if not kept:
@@ -178,7 +178,8 @@ def is_direct_input(access: Access) -> bool:
     """Returns whether an input is read at the index of its consumers, so that it can be loaded
     early.
 
-    Inputs that are read through views, or at indices that are data, are not.
+    Returns False for outputs, for inputs that are read through views, and for inputs that are read
+    at indices which are data.
     """
     return not access.is_output and bool(access.order)
 

@@ -407,11 +407,12 @@ class TileAxes:
 
 
 def tile_of(params: TransposeParams, nbytes: int, *, is_output: bool) -> Tile:
-    """Returns the size and access pattern of a staged tensor's tile in shared memory.
+    """Returns the size and access pattern of the tile of one staged tensor in shared memory.
 
-    A staged tensor is one that passes through shared memory. `nbytes` is the size of an element.
-    The tile is written in the order of the tensor that is copied to it: a staged input, or the
-    value of a staged output.
+    A staged tensor is an input or output that passes through shared memory. `is_output` says which
+    of the two it is. A tile of an input is written in the input's memory order, and read along the
+    innermost axis of the direct tensors (those that are not staged). A tile of an output is written
+    along that axis, and read in the output's memory order. `nbytes` is the size of an element.
     """
     direct, staged = (params.edge, params.vector), (params.staged_edge, params.staged_vector)
     source, target = (direct, staged) if is_output else (staged, direct)

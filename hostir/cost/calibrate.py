@@ -461,9 +461,11 @@ def _linears(count: int) -> HostIrContainer:
 
 
 def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
-    """Measures the speed of matmuls in each dtype, as fields of `Machine`. A GPU computes a matmul
-    in tiles, as many at once as it has multiprocessors; the speeds are computed as if the last such
-    wave were full, as in the cost model (`whole_waves`).
+    """Measures the speed of matmuls in each dtype, as fields of `Machine`.
+
+    A GPU computes a matmul in tiles, in waves of as many tiles as the GPU has multiprocessors. The
+    last wave may leave multiprocessors idle. The speed is computed as if all waves were full,
+    because the cost model accounts for the last wave separately (`whole_waves`).
     """
     kind = bench.device.type
     main = "BFloat16" if kind == "cuda" else "Float"
@@ -608,8 +610,9 @@ def _ring(
     batch: Callable[..., Work],
     count: int = 1,
 ) -> Callable[[], None]:
-    """Returns a call in which every rank sends `inp` to the next rank and receives `out` from the
-    previous rank, `count` times. The call waits until the transfers have ended.
+    """Returns a function for timing. In a call of the function, every rank sends `inp` to the next
+    rank and receives `out` from the previous rank, `count` times, and waits for the end of the
+    transfers.
 
     `batch` is the method of a communication backend that starts a list of transfers together.
     """

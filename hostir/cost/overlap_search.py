@@ -121,7 +121,8 @@ _NOT_PREDICTED = OverlapCandidate("")
 @dataclass(frozen=True)
 class Decision:
     """The decision how one pair, a matmul and the communication next to it, is computed: as a
-    whole, or in steps of which the communication of one runs during the matmul of another.
+    whole, or divided into steps. With steps, the communication of one step runs during the matmul
+    of another.
 
     - `candidates`: the ways that were compared, first the pair without steps; `chosen`: one of
       these ways.
@@ -485,8 +486,11 @@ class _PairVerdict:
 
     @cached_property
     def _structure(self) -> tuple[object, Computed]:
-        """The part of the key of `signature` that does not depend on sizes, and a function that
-        evaluates the sizes. Pairs with equal keys take the same time.
+        """The two things from which `signature` makes its key: everything about the pair that does
+        not depend on sizes, and a function that computes the sizes of the pair's axes.
+
+        The first has the ops, dtypes, shardings and memory orders of the pair (a matmul and the
+        communication next to it).
         """
         places: dict[TensorView, int] = {}
         ops: list[object] = []
@@ -654,10 +658,10 @@ def _size(tv: TensorView, axis: IterDomain, values: Values) -> int:
 
 
 def _divided_extent(pair: Pair, values: Values) -> int:
-    """Returns the size of an axis of `pair.between`, the tensor that the matmul passes to the
-    communication or receives from the communication. This axis is divided over devices, and its
-    parts become the steps of the overlap. The size is that of the axis in the whole tensor, not on
-    one device.
+    """Returns the size of the axis that devices divide, of the tensor `pair.between`, in the whole
+    tensor. The parts of this axis become the steps of the overlap.
+
+    The matmul passes this tensor to the communication, or receives it from the communication.
     """
     return _size(pair.between, pair.between.domain.no_reductions[pair.axis], values)
 
@@ -706,9 +710,11 @@ class GainBound:
 
     @cached_property
     def _tensors(self) -> tuple[dict[TensorView, slice], Computed]:
-        """The tensors of the pair's ops (a matmul and a communication), each with a slice, and a
-        function that evaluates the sizes of all of them as one list. The slice selects the sizes of
-        the tensor on one rank from this list.
+        """The places of the pair's tensor sizes in a list, and a function that computes this list.
+        The pair is a matmul and the communication next to it.
+
+        The list has the sizes of each tensor on one rank, one tensor after another. The dict maps a
+        tensor to the slice of the list that has its sizes.
         """
         places: dict[TensorView, slice] = {}
         scalars: list[Scalar] = []

@@ -315,7 +315,8 @@ class _Shared:
     creation, and the tables that the builders of all classes use.
 
     - `classes`: the class number of each rank.
-    - `by_key`: the communications that were already created by another class that takes part.
+    - `by_key`: the communications so far. All classes that take part compute the same key, so only
+      the first of them creates the piece of work.
     - `members`: for each team, one rank of each class in the team.
     """
 
@@ -631,12 +632,12 @@ def rank_classes(items: Sequence[UnrolledOp], count: int) -> Array:
 
 
 def _partners(item: UnrolledOp, classes: Array, marks: Array, done: set[int]) -> Array:
-    """Returns the hash values of the ranks after the classes of their communication partners in
-    `item` were added. `marks` has the hash values before. Ranks whose partners are in different
-    classes then get different hash values.
+    """Returns new hash values of all ranks, which also depend on the classes of the ranks with
+    which a rank communicates in `item`. Ranks whose partners are in different classes thus get
+    different values.
 
-    `done` has the ids of the teams that were already added, because each division into teams counts
-    only once.
+    `marks` has the hash values so far. `done` has the ids of the teams that are already part of
+    these values, because each division into teams counts only once.
     """
     teams = item.teams
     if teams is not None and id(teams) not in done:

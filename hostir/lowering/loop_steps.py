@@ -104,10 +104,10 @@ class LoweringState:
     @property
     def copies_in_turn(self) -> bool:
         """Whether the peer copies of a stream loop (its iterations run on different streams) run
-        one after another: the transfer of the next iteration waits for the transfer of this
-        iteration.
+        one after another, although their streams could run them at the same time.
 
-        In a peer copy, the receiver copies directly out of the sender's memory. If an op computes
+        In a peer copy, the receiver copies directly out of the sender's memory. If True, the
+        transfer of the next iteration waits for the transfer of this iteration. If an op computes
         the data of the next transfer, that op waits instead of the transfer.
         """
         return self.step_backend == PEER_COPIES and not self.params.standalone
@@ -145,18 +145,21 @@ class LoopContext:
         y [istream{3}(i0), i1]          FOR i9 from 0 to 3, on Stream i9; step i9 has block i9
         x [iDIDx{2}], y [istream{2}]    FOR i9 from 0 to 2, on Stream i9; with offset_by_rank,
                                         step i9 has block (i9 + rank) % 2
-        y [istream, istream1{4}, i1]    FOR streamIdx from 0 to i0 * 4; the digits of a step are
-                                        streamIdx // 4 and streamIdx % 4
+        y [istream, istream1{4}, i1]    FOR streamIdx from 0 to i0 * 4; the indices of a step along
+                                        the two stream axes are streamIdx // 4 and streamIdx % 4
+
+    A step is an iteration. A stream axis is divided over the iterations.
 
     - `index`: the symbol of the loop's index.
     - `count`: the number of iterations.
     - `axis`: the tensor axis that the loop runs over; None if the loop counts to `count`.
-    - `step`: the number of the iteration in the order of transfers. In a loop that only exchanges
-      blocks between devices, `step` is index + 1, because a device's own block is last.
+    - `step`: the number from which each device computes its partners in the transfers of an
+      iteration. It is the index; but index + 1 in a loop that only exchanges blocks between
+      devices. A device's own block, which needs no transfer, is then last.
     - `block`: the number of the block that the iteration computes.
     - `begins_at_rank`: whether each device begins with its own block.
-    - `digits`: for each stream axis, (the axis's number of parts, the number of iterations per
-      part).
+    - `digits`: for each stream axis, (number of its parts, number of successive iterations with the
+      same part).
     - `entry`: the stream on which the loop begins.
     - `shares_streams`: whether iterations share the available streams. Otherwise each iteration has
       its own stream.
@@ -279,9 +282,10 @@ def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | No
     """Returns the mesh dimension along which devices may work on different blocks in one iteration
     of a stream loop (its iterations run on different streams). `ops` are the ops of the loop.
 
-    Returns None if all devices must work on the same block, because they gather or reduce this
-    block together. Raises `UnsupportedError` if the loop also has transfers in a ring, and `params`
-    demand that each device begins with its own block.
+    Returns None if some op gathers or reduces each block over all devices of this dimension,
+    because all devices must then work on the same block. Raises `UnsupportedError` if such a loop
+    also has transfers in a ring and `params` has the option `offset_by_rank`, because each device
+    then begins with its own block.
     """
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     rings = [op for op in moves if is_device_to_stream(op) or is_exchange(op)]
@@ -410,13 +414,13 @@ class OperandSlicer:
     def _without_repeated(
         self, op: TensorOp, index: int, found: TensorView, *, keep: Collection[ParallelType] = ()
     ) -> TensorView:
-        """Removes from an operand of `op` those broadcast axes that correspond to stream axes of
-        the result. One iteration computes one element of the result along a stream axis, so its
-        result lacks the axis, and the operand must also lack the axis.
+        """Returns a view of an operand of `op` without the broadcast axes that correspond to stream
+        axes of the result. One iteration computes one element of the result along a stream axis, so
+        its result lacks the axis, and the operand must also lack the axis.
 
-        `found` is the tensor that the iteration reads for operand number `index`: the whole
-        operand, or its part for this iteration. The view ops are added to the loop's iteration; the
-        last view is returned. Axes of the stream types in `keep` are not removed.
+        `index` is the number of the operand. `found` is the tensor that the iteration reads for it:
+        the whole operand, or its part for this iteration. The view ops are added to the loop's
+        iteration. Axes of the stream types in `keep` are not removed.
         """
         operand = op.inputs[index]
         is_part = found.ndim < operand.ndim
@@ -439,7 +443,8 @@ class OperandSlicer:
         *,
         keep: Collection[ParallelType] = (),
     ) -> TensorView:
-        """Returns a view of part `number` of `source`. The stream axes of `tv` say how `source` is
+        """Returns a view of part `number` of `source`, a tensor of the host program with the
+        elements of `tv`. The stream axes of `tv` (a tensor of the fusion) say how its elements are
         divided into parts. One view op per stream axis is added to the iteration.
 
         By default, the view lacks those stream axes that are whole axes of the tensor. The stream
@@ -461,7 +466,8 @@ class OperandSlicer:
 
     def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
         """Returns a view of the part of `source` that the current iteration of the stream loop (its
-        iterations run on different streams) uses. The stream axes of `tv` say how `source` is
+        iterations run on different streams) uses. `source` is a tensor of the host program with the
+        elements of `tv`, a tensor of the fusion. The stream axes of `tv` say how its elements are
         divided into parts.
         """
         return self.part_at(tv, source, self._loop.block_of(tv))
@@ -504,11 +510,11 @@ class OperandSlicer:
     # -------------------------------------------------------------- matrices of a batch
     def with_kept_axes(self, op: TensorOp, keep: Sequence[ParallelType]) -> Op:
         """Returns `op` for one iteration of the stream loop (its iterations run on different
-        streams), with operands and result that keep the stream axes in `keep`, with one element
-        each.
+        streams). Its operands and its result keep the stream axes in `keep`, as axes of one
+        element.
 
         Otherwise the part of a tensor would lack these axes, and a batch of matrices would become a
-        single matrix. A matmul that computes a row of each matrix:
+        single matrix. An example is a matmul of which an iteration computes one row of each matrix:
 
             T2 [i0, istream, i3] = matmul( T0 [i0, istream, i2], T1 [i0, i2, i3] )
             -> T3 [i0, 1, i2] = ShardByStream( T0, .. ); T4 [i0, 1, i3] = ShardByStream( T2, .. )
@@ -616,8 +622,11 @@ def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
 
 def _takes_whole(op: TensorOp) -> bool:
     """Whether `op` may need more of an operand than the part that one iteration of a stream loop
-    (its iterations run on different streams) uses. True for views, for copies that mark a border
-    between kernels, and for ops on rows of batched matrices.
+    (its iterations run on different streams) uses. The whole operand must then be stored.
+
+    True for views, which are made of the whole tensor before the loop. True for copies that mark a
+    border between kernels. True for ops of which one iteration computes one row or column of each
+    matrix of a batch, because their operands are parts of the whole tensors.
     """
     is_border = isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
     is_view = isinstance(op, VIEW_OPS) and not is_copy(op)

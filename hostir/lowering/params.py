@@ -23,8 +23,9 @@ class LowerParams:
       gather or reduce blocks.
     - `inter_stream_synchronization`: the stream of the next loop iteration waits until the transfer
       of this iteration has been posted.
-    - `stream_slots`: saves memory for a tensor that only one stream loop uses, one element of an
-      axis per iteration. Memory then has one element per stream instead of the whole axis.
+    - `stream_slots`: saves memory for a tensor that is used only inside one stream loop, if each
+      iteration uses one element of an axis. Memory then holds one such element per stream, instead
+      of the whole axis.
     - `backend`: the library of communications; "" for the default library of the device.
     - `step_backend`: the library of transfers between ranks in loop iterations; "" for the library
       that `backend` names.

@@ -259,9 +259,9 @@ def _segment(
 def lower_streams(
     program: HostIrContainer, *, params: LowerParams = STANDALONE, backend_name: str = "NCCL"
 ) -> HostIrContainer:
-    """Returns a host program that computes the tensors of `program` that have a stream axis block
-    by block, in loops whose iterations run on different streams. The communications of these
-    tensors are part of the loops.
+    """Returns a host program with loops over streams, whose iterations run on different streams. A
+    tensor of `program` that has a stream axis is computed in such a loop, one block along this axis
+    per iteration. The communications of these tensors are part of the loops.
 
     Before the call, the program has only tensor ops, and the tensors have their final meshes and
     parallel types. The returned program equals that of nvFuser's `MultiDeviceExecutor`, and

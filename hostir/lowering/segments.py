@@ -1,11 +1,14 @@
 """Lowers the segments of a fusion, in run order, to the ops of a host program. A segment is a part
 of a fusion that runs as one unit.
 
+    segment         ops of the host program
     kernel          Allocate each output, LaunchKernel
     library op      Allocate the output, the op
     view            the op, whose output is a view of its input
     communication   Allocate, Communication, Wait; or Allocate, LocalSlice if no data moves
-    any, in steps   one loop over streams (`hostir.lowering.stream_loops`) for all segments of it
+
+All segments that are computed block by block together become one loop over streams
+(`hostir.lowering.stream_loops`) instead.
 
 An output that updates an input is computed in the input's buffer if nothing reads the old value
 afterwards. Otherwise the output has a separate buffer and is copied into the input at the end.
@@ -151,7 +154,8 @@ class SegmentLowering:
         unless a kernel computed the output in the input's buffer.
 
         The copies are the last ops of the program, because earlier ops may read the old values.
-        `lines` has the user's source line of each output.
+        `lines` maps an output to the line of the user's code that defines it, for messages about
+        the copy.
         """
         for alias in self._program.values.aliases:
             if alias.out not in self._in_place and alias.out is not alias.into:

@@ -110,7 +110,8 @@ def _distance(mesh: DeviceMesh, ptype: ParallelType) -> int | None:
     along the mesh dimension `ptype` differ by one). Returns None if not all neighbours have the
     same difference.
 
-    If the mesh has only one device along the dimension, the result is 1.
+    With one difference, the rank of any other device follows by arithmetic from this rank. If the
+    mesh has only one device along the dimension, the result is 1.
     """
     dim = mesh.dim_of(ptype)
     if dim is None:
@@ -171,11 +172,13 @@ def _has_device_parts(domain: TensorDomain) -> bool:
 
 
 def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
-    """Removes the axis number `gone` from `domain` (the axes of a tensor), if the domain has an
-    axis of partial sums over devices. Returns None for a domain without such an axis. The caller
-    then simply copies the other axes.
+    """Returns `domain` (the axes of a tensor) without the axis whose number (id) is `gone`, for the
+    view that one loop iteration uses. Returns None if no axis of the domain counts partial sums
+    over devices. The caller then copies the other axes itself.
 
-    Example, in which the stream axis (an axis divided over the iterations of a loop) is removed:
+    With partial sums, the split of a reduced axis is part of the domain, and must remain
+    consistent. Example, in which the stream axis (an axis divided over the iterations of a loop) is
+    removed:
 
         root [M, rK], logical [M, istream{s}rf, iDIDx{d}rf, r]
         -> root [M, r], logical [M, iDIDx, r]
@@ -312,7 +315,7 @@ def _find_dropped(op: LaunchKernel, program: HostIrContainer) -> Dropped:
 
 # ------------------------------------------------------------------ shorter blocks
 def _has_blocks(tv: TensorView) -> bool:
-    """Whether the kernel in which `tv` is a tensor works on one block of `tv` per launch, because a
+    """Whether each launch of a kernel works on one block of `tv`, a tensor of the kernel, because a
     stream loop divides `tv` into blocks, one per iteration. The last blocks may be shorter than the
     others.
     """
@@ -339,14 +342,14 @@ def block_type(tv: TensorView) -> ParallelType:
 
 
 def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
-    """Returns (position, tensor) of a tensor of which a kernel computes or reads one block per
-    iteration of a stream loop, so that the block may be shorter in some iterations. From this
-    tensor, a launch of the kernel learns the size of its block.
+    """Returns (position, tensor) of a tensor that a stream loop divides into blocks: each launch of
+    the kernel works on the block of one iteration. Blocks may have unequal sizes, and a launch
+    learns the size of its block from this tensor.
 
-    Returns None if all iterations have equal sizes. Positions count the kernel's tensor inputs,
-    then its outputs. The position is -1 for a tensor inside of the kernel (see
-    `with_block_number`). Inputs and inner tensors are included, because a reduction of blocks of
-    unequal sizes may have results of equal sizes.
+    Returns None if there is no such tensor, because all launches then have equal sizes. Positions
+    count the kernel's tensor inputs, then its outputs. The position is -1 for a tensor inside of
+    the kernel (see `with_block_number`). Inputs and inner tensors are included, because a reduction
+    of blocks of unequal sizes may have results of equal sizes.
     """
     inputs = [tv for tv in fusion.inputs if isinstance(tv, TensorView)]
     for place, tv in reversed(list(enumerate((*inputs, *fusion.outputs)))):

@@ -272,8 +272,9 @@ class RingEmitter:
         """Adds a library op, such as a matmul, to the iteration of a stream loop (its iterations
         run on different streams). `step` is `op` with the operands and results of one iteration.
 
-        If an operand or the result of `op` is transferred between devices, the added op uses this
-        rank's own block directly, without a copy.
+        An operand or the result of `op` may be a block that devices transfer to each other. This
+        rank's own block is then read, or written, directly where this rank stores it, without a
+        copy.
         """
         if self._is_exchanged(op):
             self._exchanged[op.out_tensor] = step
@@ -304,8 +305,8 @@ class RingEmitter:
 
     def _is_exchanged(self, op: TensorOp) -> bool:
         """Whether `op` is a matmul of which each iteration computes a block for a different device,
-        so that devices exchange the blocks. The matmul can then write this rank's own block
-        directly into its final place.
+        and sends the block to this device in an exchange. The matmul can then write this rank's own
+        block directly into its final place.
 
         Returns False if the result of the exchange does not have a separate place for the block of
         each sender.
@@ -324,8 +325,9 @@ class RingEmitter:
 
 
 def _copied_block(op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> list[Op]:
-    """Returns the ops that copy the block `mine` into `theirs`, a part of the result. In an
-    exchange of blocks between devices, this is the block that stays on this device.
+    """Returns the ops that copy the block `mine` into `theirs`, its place in the result of an
+    exchange. In an exchange, devices send blocks to each other; `mine` is the block that stays on
+    this device.
 
     `op` is the reshard (change of sharding) that exchanges blocks. Axes of one element are removed
     first, so that both sides of the copy have equal axes.
@@ -573,8 +575,12 @@ class StreamLoopBuilder:
             self._rings.product(op, op.with_values(ins, outs))
 
     def _copied_view(self, op: TensorOp) -> None:
-        """Adds a view op that the loop computes one block at a time. The view of the whole tensor
-        is made before the loop. Each iteration copies its part of this view into the result.
+        """Lowers a view op whose result the stream loop computes one block at a time. The view of
+        the whole tensor is made before the loop, and each iteration copies its part of this view
+        into the result.
+
+        The copy is needed because the result has memory of its own, of which each iteration fills a
+        part.
         """
         out = self._program.twins[op.out_tensor]
         domain, _ = clone_domain(out.fusion, out.domain)
@@ -608,10 +614,11 @@ class StreamLoopBuilder:
 
 # ------------------------------------------------------------------ loops
 def joined_in_the_loop(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
-    """Returns the ops of a stream loop whose iterations share a limited number of streams. `steps`
-    are the ops of one iteration.
+    """Returns a stream loop with its waits between streams, as ops of the host program. Its
+    iterations share a limited number of streams. `steps` are the ops of one iteration.
 
-    At the end of each iteration, the stream on which the loop began waits for this iteration.
+    Before the loop, each stream waits for the stream on which the loop began. At the end of each
+    iteration, the stream on which the loop began waits for this iteration.
     """
     entry, mine = loop.entry, loop.stream
     return [
@@ -627,10 +634,11 @@ def joined_in_the_loop(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
 
 
 def joined_behind(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
-    """Returns the ops of a stream loop in which every iteration has its own stream. `steps` are the
-    ops of one iteration.
+    """Returns a stream loop with its waits between streams, as ops of the host program. Every
+    iteration has its own stream. `steps` are the ops of one iteration.
 
-    After the loop, the stream on which the loop began waits for all iterations.
+    Each iteration begins when its stream has waited for the stream on which the loop began. After
+    the loop, the stream on which the loop began waits for all iterations.
     """
     entry, mine = loop.entry, loop.stream
     return [

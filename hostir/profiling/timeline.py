@@ -70,9 +70,10 @@ class RunTimes:
 
     - `host`: the time from the begin of the run until the host had issued all ops.
     - `wall`: the time from the begin of the run until the device was done.
-    - `busy`: how the rank spent the wall time. With computation, with communication alone
-      (`exposed`), or with neither (`idle`): `busy.compute + busy.exposed + busy.idle == wall`.
-    - `streams`: the same for each stream.
+    - `busy`: the parts of the wall time that the rank spent with computation, with communication
+      alone (`exposed`), and with neither (`idle`): `busy.compute + busy.exposed + busy.idle ==
+      wall`.
+    - `streams`: the same parts for each stream.
     """
 
     host: float
@@ -224,8 +225,9 @@ class Trace:
 
     @cached_property
     def run(self) -> int:
-        """The index of the run whose times are summed: the run of median wall time, by the slowest
-        rank."""
+        """The index of the run whose times are summed. The wall time of a run is that of its
+        slowest rank, and the run with the median wall time is taken.
+        """
         walls = [max(r.runs[i].wall for r in self.ranks) for i in range(self.repeat)]
         return sorted(range(self.repeat), key=walls.__getitem__)[(self.repeat - 1) // 2]
 

@@ -411,7 +411,8 @@ class Runs(Generic[N]):
         """Runs the program as an ordinary call does, `repeat` times. Returns (wall, host) in
         seconds of each run, and lines about CUDA graphs.
 
-        At least `warm_up` runs precede these runs, and so many that a CUDA graph is captured.
+        Other runs precede these: at least `warm_up`, and enough for the program to capture a CUDA
+        graph if it can.
         """
         evaluator, inputs = self._evaluator, self._inputs
         entry = evaluator.new_entry(inputs)
@@ -603,8 +604,9 @@ def aligned(ranks: Together) -> tuple[float, str]:
     """Compares the clocks of the ranks. Returns the seconds to add to this rank's clock to get the
     first rank's clock, and a text about the accuracy.
 
-    The difference of two clocks is bounded by several barriers. A barrier ends on a rank only after
-    all ranks have begun the barrier.
+    A barrier ends on a rank only after all ranks have begun the barrier. Each of several barriers
+    therefore bounds the difference of two clocks from both sides; the middle of the bounds is
+    taken.
     """
     marks: list[tuple[float, float]] = []
     for _ in range(_BARRIERS):
