@@ -137,8 +137,8 @@ def _check_ranks() -> None:
     if theirs != ours:
         raise DTensorError(
             f"execute_with_dtensors: for torch.distributed this process is rank {theirs[0]} of "
-            f"{theirs[1]}, but for the Communicator it is rank {ours[0]} of {ours[1]}: both must "
-            "have the same ranks"
+            f"{theirs[1]}, but for the Communicator it is rank {ours[0]} of {ours[1]}: pass "
+            f"rank={ours[0]} and world_size={ours[1]} to init_process_group"
         )
 
 
@@ -158,7 +158,8 @@ def _check_placed(position: int, tv: TensorView, value: Any) -> None:
     if Communicator.instance().rank() not in ranks:
         raise DTensorError(
             f"{what} is on {_spelled(shape, ranks)}, which does not contain rank "
-            f"{Communicator.instance().rank()}, the rank of this process"
+            f"{Communicator.instance().rank()}, the rank of this process: pass a DTensor on a mesh "
+            "with this rank"
         )
     if tv.mesh is None:
         # Callers pass an input without a mesh as a whole, however propagation shards it.

@@ -400,7 +400,8 @@ def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
         return 0
     except KeyError as error:
         raise InputError(
-            f"the extent {x} cannot be computed, because no input determines {error.args[0]}"
+            f"the extent {x} cannot be computed, because no input determines {error.args[0]}: "
+            f"define {error.args[0]} as a scalar input"
         ) from None
 
 

@@ -329,7 +329,7 @@ class TensorView:
         if outer.is_stream or inner.is_stream:
             raise DefinitionError(
                 f"cannot merge a stream axis with another axis, which would then be streamed, too: "
-                f"{outer}, {inner} in {self}"
+                f"{outer}, {inner} in {self}. Merge the axes before you parallelize them"
             )
         built = DomainBuilder(self.fusion)
         rest = [a for k, a in enumerate(loop) if k not in (o, i)]

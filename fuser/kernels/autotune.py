@@ -316,7 +316,7 @@ class Tuning:
         wanted, free = scratch_nbytes(given.outputs), free_nbytes(device)
         try:
             if free is not None and wanted > free:
-                raise torch.OutOfMemoryError(f"{free} bytes are free")
+                raise torch.OutOfMemoryError(f"only {free} bytes of {device} are free")
             return _Search(given, self._name, tolerance_of(self._fusion)).run()
         except torch.OutOfMemoryError as error:
             warn(

@@ -424,8 +424,8 @@ class Indexer:
         def gap(axis: IterDomain) -> Scalar:
             if axis.number not in logical:
                 raise UnsupportedError(
-                    f"{tv}: the allocation axis {axis} is not contiguous, so its stride is known "
-                    "only if the axis is a logical axis: declare the axis contiguous"
+                    f"{tv}: the allocation axis {axis} is neither contiguous nor a logical axis, "
+                    "so its stride is unknown: declare the axis contiguous"
                 )
             return stride_symbol(tv, logical.index(axis.number))
 

@@ -346,7 +346,7 @@ class _Nests:
         if stage.is_reduction and stage.compute_at > _leading(axes):
             raise DefinitionError(
                 f"{stage.tv} is inlined at position {stage.compute_at}, which is inside its own "
-                "reduction axes"
+                f"reduction axes: inline it at position {_leading(axes)} or less"
             )
         self._nest_in(stage, readers[0])
         for other in readers[1:]:
@@ -637,8 +637,9 @@ def _order(stages: Sequence[Stage], depth: int) -> list[Node]:
         if key is None:
             names = ", ".join(str(s.tv) for k in waiting for s in parts[k])
             raise DefinitionError(
-                f"the compute-at positions of {names} contradict each other: each of these tensors "
-                "would have to be computed before another one: inline them at outer positions"
+                f"the compute-at positions of {names} contradict each other, because each of these "
+                "tensors would have to be computed before another one: inline them at outer "
+                "positions"
             )
         waiting.remove(key)
         done.add(key)

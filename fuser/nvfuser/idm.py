@@ -238,6 +238,6 @@ def _check_extents(fusion: Fusion) -> None:
             first, other = found.setdefault(graph.find(axis), (size, axis))
             if first != size:
                 raise VerifyError(
-                    f"IdModel: {axis!r} and {other!r} are mapped, but have the extents {size} and "
-                    f"{first}"
+                    f"IdModel: {axis!r} and {other!r} are mapped to each other, so their extents "
+                    f"must be equal, but they are {size} and {first}"
                 )

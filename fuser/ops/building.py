@@ -60,8 +60,9 @@ def refuse_complex(op_name: str, *values: Operand) -> None:
     for value in values:
         if is_complex(operand_dtype(value)):
             raise DtypeError(
-                f"{op_name}: complex numbers have no order, no rounding and no remainder: "
-                f"{value} is {dtype_text(operand_dtype(value))} (at {user_line()})"
+                f"{op_name}: the operands must be real, because complex numbers have no order, no "
+                f"rounding and no remainder, but {value} is {dtype_text(operand_dtype(value))} "
+                f"(at {user_line()})"
             )
 
 
@@ -186,7 +187,7 @@ def as_integer(
     """
     if isinstance(value, int):
         if lowest is not None and value < lowest:
-            raise fail(op_name, f"size {value} at index {index} is below {lowest}")
+            raise fail(op_name, f"size at index {index} must be at least {lowest}, got {value}")
         active_fusion().next_scalar()
         return sc.const(value)
     if category(value.dtype) != "int":

@@ -86,9 +86,9 @@ def _parameter(name: str, field: str, tv: TensorView, like: TensorView) -> Tenso
     is_wider = tv.dtype() is DataType.Double and like.dtype() is not DataType.Double
     if not is_floating(tv.dtype()) or is_wider:
         raise DtypeError(
-            f"{name}: {field} must have a floating dtype that {dtype_text(like.dtype())}, the "
-            f"dtype of the computation, can hold, but {tv} is {dtype_text(tv.dtype())}: cast it "
-            f"first (at {user_line()})"
+            f"{name}: {field} must have a floating dtype with values that fit into "
+            f"{dtype_text(like.dtype())}, the dtype of the computation, but {tv} is "
+            f"{dtype_text(tv.dtype())}: cast it first (at {user_line()})"
         )
     return _in(tv, like.dtype())
 

@@ -50,7 +50,9 @@ def check_same_dtypes(
         raise DtypeError(f"{name}: Expected all operands to have one dtype, but {found}")
     if tensors[0].dtype() in FLOAT8:
         raise unsupported(
-            name, f"{tensors[0]} has floats of one byte: {advice}, or cast the operands"
+            name,
+            f"{tensors[0]} has the dtype {dtype_text(tensors[0].dtype())}, whose products need "
+            f"scales: {advice}, or cast the operands",
         )
 
 
@@ -231,12 +233,14 @@ def check_block_scales(name: str, mat1: TensorView, size: int, *, is_gamma: bool
     if size:
         raise unsupported(
             name,
-            f"output_block_scale is not yet supported: the product of {mat1} has no block scales",
+            f"output_block_scale_size={size} is not yet supported, because the product of {mat1} "
+            "has no block scales: leave the argument out",
         )
     if is_gamma:
         raise unsupported(
             name,
-            f"output_gamma is not yet supported: the product of {mat1} has no global scale",
+            f"output_gamma is not yet supported, because the product of {mat1} has no global "
+            "scale: leave the argument out",
         )
 
 

@@ -338,7 +338,7 @@ def _output_sizes(
         raise fail(
             name,
             f"Total element counts across view operation must match, got {tv} and sizes [{sizes}]: "
-            f"apart from equal sizes, the numbers of elements are {have} and {want}",
+            f"without the sizes that both have in common, they have {have} and {want} elements",
         )
     return outs
 
@@ -530,7 +530,11 @@ def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
         return axis if same else replace(axis, kind=IterType.symbolic, extent=size)
     if value is not None and isinstance(fusion.canonical(axis.size), Const):
         if sc.int_value(fusion.canonical(axis.size)) != value:
-            raise fail("expand", f"Invalid expand size, {value}, for {axis} of {tv}")
+            raise fail(
+                "expand",
+                f"Invalid expand size, {value}, for {axis} of {tv}: expected {axis.size} or -1, "
+                "because only an axis of size 1 can be expanded",
+            )
         return axis
     declare_extent(fusion, axis.size, size, f"expand: {tv}")
     return axis

@@ -88,7 +88,10 @@ class _Build:
         try:
             if self.process.returncode:
                 log = self._log.read_text(errors="replace").strip()
-                raise _Absent(f"the compiler rejected the runner: {log.partition(chr(10))[0]}")
+                raise _Absent(
+                    "the compiler rejected the compiled runner's source: "
+                    f"{log.partition(chr(10))[0]}"
+                )
             return self._cache.store({self._key: _NAME}, self._library.read_bytes(), "so")
         except OSError as error:
             raise _Absent(f"the compiled library cannot be read: {error}") from error
@@ -205,11 +208,13 @@ def _look() -> ModuleType | None:
 
 def _key() -> str:
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        raise _Absent("the runner needs Python's global interpreter lock, which this Python lacks")
+        raise _Absent(
+            "the compiled runner needs Python's global interpreter lock, which this Python lacks"
+        )
     try:
         texts = [_source(name).read_text() for name in _FILES]
     except OSError as error:
-        raise _Absent(f"the runner's source cannot be read: {error}") from error
+        raise _Absent(f"the compiled runner's source cannot be read: {error}") from error
     return digest(*texts, " ".join(_FLAGS), sys.version, sysconfig.get_config_var("SOABI") or "")
 
 

@@ -407,11 +407,13 @@ class CompileParams:
         if self.index_type not in (None, index_type):
             raise DefinitionError(
                 f"CompileParams: index_type={self.index_type.name}, but inputs of these sizes are "
-                f"indexed by {index_type.name}"
+                f"indexed by {index_type.name}: pass index_type=DataType.{index_type.name}, or "
+                "leave it out"
             )
         if self.device is not None and torch.device(self.device).type != device.type:
             raise DefinitionError(
-                f"CompileParams: device={self.device}, but the inputs are on {device}"
+                f"CompileParams: device={self.device}, but the inputs are on {device}: move the "
+                "inputs, or leave device out"
             )
 
     def __repr__(self) -> str:

@@ -400,8 +400,8 @@ class OperandSlicer:
         twin = self._program.twins[self._wholes.get(v, v)]
         if v in self._parts and v not in self._wholes and twin not in self._known_before():
             raise UnsupportedError(
-                f"{op.name} needs the whole of {v} before the stream loop, but only the loop "
-                f"computes this operand, one element of an axis at a time{user_code(op.where)}"
+                f"{op.name} needs the complete tensor {v} before the stream loop, but the loop "
+                f"computes {v} in parts, one part in each iteration{user_code(op.where)}"
             )
         return twin
 

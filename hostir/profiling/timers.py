@@ -303,7 +303,7 @@ class CuptiWatch(HostWatch):
         if [r.name for r in found.ranges] != [f"{_RANGE}{t.step}" for t in notes]:
             raise ExecutionError(
                 f"torch.profiler has recorded {len(found.ranges)} ranges, but the runs had "
-                f"{len(notes)} steps"
+                f"{len(notes)} steps, which need one range each: trace again"
             )
         if any(op.kind == "compute" for op in self.ops) and not found.activities:
             raise ExecutionError(

@@ -123,9 +123,9 @@ class InputBinder:
                 _check_layout(spec, value)
                 if spec.tv in self._updated and overlaps_itself(value):
                     raise spec.refuses(
-                        f"which is updated with {self._updated[spec.tv]}, to have memory of "
-                        f"its own for every element, but got shape {tuple(value.shape)} with "
-                        f"strides {value.stride()}"
+                        f"which is updated with {self._updated[spec.tv]}, to have separate memory "
+                        f"for every element, but got shape {tuple(value.shape)} with strides "
+                        f"{value.stride()}: pass a contiguous copy"
                     )
         return values
 

@@ -373,7 +373,7 @@ def remainder(a: Scalar, b: Scalar, op: str) -> Scalar:
     dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
     if bv == 0:
-        raise DefinitionError(f"a scalar has the remainder of {a} by zero, which is not defined")
+        raise DefinitionError(f"a scalar takes the remainder of {a} by zero, which is not defined")
     if av is not None and bv is not None:
         down = op == "floorMod" or (av < 0) == (bv < 0)
         return Const(av % bv if down else -(-av % bv), dtype)

@@ -94,7 +94,7 @@ class _Merged:
         for a in parts:
             if a.is_device or a.is_reduction():
                 kind = "device" if a.is_device else "reduction"
-                raise self._refusal(f"merges {a}, which is a {kind} axis")
+                raise self._refusal(f"merges {a}, a {kind} axis, which cannot be streamed")
         if len(parts) > len(STREAM_TYPES):
             raise self._refusal(
                 f"merges {len(parts)} axes; at most {len(STREAM_TYPES)} axes can be merged"

@@ -639,7 +639,7 @@ def test_sizes_and_divisors_of_a_call_are_refused_by_name() -> None:
     with FusionDefinition() as update:
         x = update.define_tensor([-1], contiguity=False)
         update.add_output(update.ops.add(x, 1.0), x)
-    with pytest.raises(InputError, match="memory of its own for every element"):
+    with pytest.raises(InputError, match="separate memory for every element"):
         update.execute([torch.ones(1).expand(4)])
 
 

@@ -214,7 +214,7 @@ def test_extents_that_cannot_be_one() -> None:
         fd.add_output(fd.ops.neg(x))
         fd.add_output(fd.ops.neg(y))
     fd.fusion.joined = ((x.axis(0).number, y.axis(0).number),)
-    with pytest.raises(VerifyError, match="extents 6 and 4"):
+    with pytest.raises(VerifyError, match="they are 6 and 4"):
         idm.IdModel(fd.fusion, validate=True)
 
 

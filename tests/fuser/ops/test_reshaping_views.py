@@ -281,7 +281,7 @@ def test_full_iota_triu() -> None:
                 ops.iota(4, 0.0, step, D.Float)
         with pytest.raises(DtypeError):
             ops.iota(4, 0.5)
-        with pytest.raises(DefinitionError, match="size -1"):
+        with pytest.raises(DefinitionError, match="at least 0, got -1"):
             ops.full([-1], 0, D.Int)
 
 

@@ -91,7 +91,12 @@ def test_a_process_that_ends_before_the_compiler(tmp_path: Path) -> None:
     ("place", "name", "value", "why"),
     [
         (compiled_runner, "cxx_compiler", _no_compiler, "was not found"),
-        (compiled_runner, "cxx_compiler", lambda: "false", "the compiler rejected the runner"),
+        (
+            compiled_runner,
+            "cxx_compiler",
+            lambda: "false",
+            "the compiler rejected the compiled runner's source",
+        ),
         (compiled_runner, "cxx_compiler", lambda: "/no/such/compiler", "No such file"),
         (compiled_runner, "_FILES", ("nothing.h",), "cannot be read"),
         (sysconfig, "get_path", lambda name: "/nowhere", "Python.h was not found in"),

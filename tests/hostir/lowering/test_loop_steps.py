@@ -219,7 +219,7 @@ def test_what_only_the_steps_make_is_not_found_whole() -> None:
     out: TensorView = op.out_tensor
     slicer.part(out)
     with pytest.raises(
-        UnsupportedError, match=r"relu needs the whole of T1.* before the stream loop"
+        UnsupportedError, match=r"relu needs the complete tensor T1.* before the stream loop"
     ):
         slicer.whole(out, op)
     slicer.result(out)  # allocated before the loop
