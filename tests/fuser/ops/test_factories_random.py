@@ -137,7 +137,11 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], type[FuserError], str]] = {
         DtypeError,
         "rng_seed and rng_offset must be integers, but .* is double",
     ),
-    "a negative size": (lambda x, n: ops.uniform(0, 1, [4, -1]), DefinitionError, "below 0"),
+    "a negative size": (
+        lambda x, n: ops.uniform(0, 1, [4, -1]),
+        DefinitionError,
+        "at least 0, got -1",
+    ),
     "bounds": (
         lambda x, n: ops.uniform(1.0, 0.5, [4]),
         DefinitionError,
