@@ -175,10 +175,10 @@ class _Area:
             raise CommunicationTimeout(self.failure())
 
     def mark_read(self) -> None:
-        """Marks the report of a kernel that gave up waiting as read, so that the kernel ends
-        normally.
+        """Tells the kernel that gave up waiting for a rank that the host has read its report.
 
-        If no one reads the report, the kernel fails after some seconds.
+        The kernel then ends normally. Without this mark, it fails after some seconds, so that the
+        error is noticed in any case.
         """
         self.words[REPORT_WORDS - 1] = 1
 
@@ -308,8 +308,8 @@ class AllreduceKernels:
         """Starts an allreduce as a kernel on a stream; returns None if the backend must execute the
         call.
 
-        Raises `CommunicationError` if a CUDA graph is being captured and the call was never made
-        before.
+        The first call of a kind may allocate memory and load a kernel, which a CUDA graph cannot
+        capture. If it does so during a capture, raises `CommunicationError`.
         """
         if not self.takes(call):
             return None
@@ -417,9 +417,9 @@ class AllreduceKernels:
     def _connect(self, team: Team, key: Key) -> _Area | None:
         """Allocates this rank's memory area for a team, and maps the areas of the other ranks.
 
-        The kernels of the ranks exchange data through these areas. `key` describes the first
-        kernel, which is compiled at once. Returns None on all ranks of the team if this fails on
-        any of them.
+        The kernels of the ranks exchange data through these areas. `key` says which kernel the team
+        needs first; it is compiled here, so that a failure is found in time. Returns None on all
+        ranks of the team if any of this fails on one of them.
         """
         area, hello = None, {"why": "FUSER_DISABLE=allreduce_kernel"}
         if not options.disabled("allreduce_kernel"):
@@ -474,11 +474,11 @@ class AllreduceKernels:
         return area, {"host": host(), "name": name, "at": at}
 
     def _forget(self, key: Calls) -> None:
-        """Called after a failed call of a team: no longer uses the memory area that the team
-        shares.
+        """Gives up the memory area that a team shares, after a call of the team has failed.
 
-        The reason is that its ranks may have launched different numbers of kernels, which would not
-        match. `key` names the sequence of calls that failed.
+        The reason is that the ranks may have launched different numbers of kernels, which would not
+        match any more. The next allreduce of the team makes a new area. `key` names the sequence of
+        calls that failed.
         """
         area = self._areas.pop(key.team, None)
         if area is not None:

@@ -1,9 +1,10 @@
 """The NCCL backend: communication between CUDA tensors, on the current stream or a given stream.
 
-A collective is enqueued on a CUDA stream, and the stream alone orders the collective. Therefore
-`wait` does nothing. The stream switches of the host program define the order, and a CUDA graph can
-capture collectives. An NCCL communicator is created at the first use of a team (the ranks that
-communicate). So each collective must be called once before a CUDA graph captures the collective.
+A collective is enqueued on a CUDA stream, and later work of this stream runs after the collective.
+Therefore `wait` does nothing, and a CUDA graph can capture collectives. A host program orders the
+collectives by the streams on which it enqueues them. An NCCL communicator is created at the first
+use of a team (the ranks that communicate). So each collective must be called once before a CUDA
+graph captures the collective.
 
 Two kinds of calls do not use NCCL:
 

@@ -163,8 +163,9 @@ class Mailbox:
     def uses(self, peer: int, slot: int) -> int:
         """Returns how many sends to `peer` have used the entry `slot` of the mailbox so far.
 
-        The mailbox is shared memory in which the ranks announce transfers. On GPUs, numbers in
-        memory (flags) by which one GPU signals another have this value.
+        The mailbox is shared memory in which the ranks announce transfers. On GPUs, this number is
+        also the value of the flags (numbers in memory by which one GPU signals another) of the last
+        transfer.
         """
         return self._uses[peer][slot]
 
@@ -398,17 +399,20 @@ class PeerBackend(CheckedBackend):
         return found
 
     def _connected(self, mailbox: Mailbox) -> None:
-        """Prepares the use of a new mailbox, in which the ranks of a team announce transfers.
+        """Prepares a team that has a new mailbox: shared memory in which its ranks announce
+        transfers.
 
-        All ranks of the team make the call. This base class does nothing.
+        A subclass may allocate and map more memory for the team. All ranks of the team make the
+        call. This base class does nothing.
         """
 
     def _forget(self, key: Calls) -> None:
-        """Called after a failed call of a team: drops the team's mailbox, the shared memory in
-        which its ranks announce transfers.
+        """Drops the mailbox of a team after one of its calls has failed, and all captured CUDA
+        graphs.
 
-        After the failure, the ranks count their calls differently, so old announcements could match
-        later calls. `key` names the sequence of calls.
+        A mailbox is shared memory in which the ranks announce transfers. After the failure, the
+        ranks count their calls differently, so old announcements could match later calls. `key`
+        names the sequence of calls that failed.
         """
         self._give_up([t for t in self._mailboxes if t == key.team])
 

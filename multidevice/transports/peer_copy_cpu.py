@@ -1,8 +1,9 @@
 """Peer copies among the processes of a host: tensors in shared memory, copied by the receiver.
 
 A rank copies the data of all its started receives during any of its waits. So a sender need not
-wait until the receiver waits for that very receive. A receive returns when the data has arrived,
-because CPU ranks execute the work of streams at once.
+wait until the receiver waits for that very receive. A batch of sends and receives returns when its
+data has arrived, because CPU ranks have no streams: what this rank sends later then comes after the
+receives, as on the stream of a GPU.
 """
 
 from __future__ import annotations
@@ -90,13 +91,19 @@ class _Copies:
         return True
 
     def _missing(self) -> list[Numbered]:
-        """Returns the transfers under way that wait for another rank: sends that the receiver has
-        not answered, and receives that the sender has not announced.
+        """Returns the transfers that still wait for another rank.
+
+        These are sends that the receiver has not answered, and receives whose data the sender has
+        not announced. Only transfers that have begun are in the result.
         """
         return [*self._open, *(one for _, one in self._sent)]
 
     def receive(self) -> None:
-        """Blocks until all data that the transfers under way receive has arrived."""
+        """Blocks until the data of all receives that have begun has arrived; sends may still be
+        under way.
+
+        So the transfers that this rank starts later come after its receives, as on a GPU.
+        """
 
         def is_there() -> bool:
             return self.done() or not self._open
@@ -135,10 +142,11 @@ class CpuPeerBackend(PeerBackend):
         works -= {w for w in works if isinstance(w, _Copies) and w.mailbox not in kept}
 
     def _mend(self, team: Team) -> None:
-        """Drops the mailboxes of a team and of its subsets after a failed call.
+        """Drops the mailboxes of a team after a failed call, and those of all teams with only ranks
+        of it.
 
-        A mailbox is the shared memory in which ranks announce transfers. After a failure, it may
-        still contain announcements that no rank will answer.
+        A mailbox is the shared memory in which the ranks of a team announce transfers. A failed
+        program may have left announcements there that no rank will answer.
         """
         self._give_up([t for t in self._mailboxes if {*t} <= {*team}])
 

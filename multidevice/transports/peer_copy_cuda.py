@@ -92,10 +92,11 @@ class _Capture:
 
     - `stream`: the stream on which the graph will be launched.
     - `held`: objects that must live as long as the graph.
-    - `open`: sends whose data may not be overwritten yet: no stream waits for the receiver's copy.
+    - `open`: sends whose data may not be overwritten yet, because no stream waits for the
+      receiver's copy so far.
     - `writes`: delayed writes of flags (numbers by which GPUs signal each other), to combine them
       with later flag operations.
-    - `after`: the graph nodes after which the delayed writes must run.
+    - `after`: the graph nodes after which the delayed writes must run, by handle.
     """
 
     stream: int
@@ -249,13 +250,13 @@ class CudaPeerBackend(PeerBackend):
         return self._shards
 
     def _told(self) -> Callable[[], bool]:
-        """Returns a function that returns True when other ranks have mapped all memory that this
+        """Returns a function that returns True once other ranks have mapped all memory that this
         rank has announced to them so far.
 
-        Before a transfer, this rank announces the memory of the data. The other rank maps the
-        memory, then answers; only after the answer may this rank free the memory. This rank's own
-        progress proves nothing, because its stream may wait for the other rank while its host does
-        not. Announcements after this call are ignored.
+        This rank announces the memory of the data before each transfer. The other rank maps the
+        memory, then answers; only after the answer may this rank free the memory. The progress of
+        this rank's host proves nothing, because only its stream waits for the other rank.
+        Announcements after this call are ignored.
         """
         open_ones = {mailbox: mailbox.unanswered() for mailbox in self._mailboxes.values()}
 
@@ -368,13 +369,13 @@ class CudaPeerBackend(PeerBackend):
     def _flag(
         self, mailbox: Mailbox, kind: int, of: int, about: int, slot: int, use: int
     ) -> tuple[int, int]:
-        """Returns the address of a flag, and the value that signals that transfer number `use` is
-        ready or done.
+        """Returns the address of a flag of a transfer, and the value that the flag gets.
 
         A flag is a number in GPU memory by which one GPU signals another one. `kind` is _READY (the
         data may be copied) or _DONE (it has been copied). The flag is stored in the memory of rank
-        `of`, and rank `about` writes it. `slot` is the mailbox entry of the transfer, which `use`
-        transfers have used.
+        `of`, and rank `about` writes it. `slot` is the mailbox entry of the transfer, and `use` the
+        number of the transfer among those of this entry. In a CUDA graph, each transfer has flags
+        of its own, with the value 1.
         """
         base = self._flags[mailbox].data_ptr() if of == self.rank else self._theirs[mailbox][of]
         member = kind * len(mailbox.team) + mailbox.team.index(about)
@@ -589,8 +590,8 @@ class CudaPeerBackend(PeerBackend):
         """Waits until the sender has announced the data of the receive `one`, and maps the sender's
         memory.
 
-        Also answers the announcement. Returns the announcement and the mapped memory; the memory is
-        None if there is no data.
+        Then answers the sender, which may free the memory only after that. Returns the announcement
+        and the mapped memory; the memory is None if the data is empty.
         """
         peer = one.transfer.peer
         record = mailbox.find(peer, one.tag)

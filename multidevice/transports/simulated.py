@@ -231,7 +231,8 @@ class SimulatedControl(Control):
         self.baton = baton
 
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """Allocates zeroed memory that the ranks of the team share, as 8-byte words.
+        """Returns zeroed memory that the ranks of the team share, as 8-byte words; the first call
+        allocates it.
 
         Ordinary memory suffices, because simulated ranks are threads of one process.
         """

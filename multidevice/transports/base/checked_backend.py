@@ -435,10 +435,11 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
     # Checks and staging
 
     def _begun(self, call: CollectiveCall, start: Callable[[CollectiveCall], Work]) -> Work:
-        """Starts a call that has been counted as entered by this rank, by calling `start`.
+        """Calls `start`, which starts the communication `call`; returns the handle of the
+        communication.
 
-        If the start fails, the call is no longer counted, because other ranks must not wait for a
-        call that did not happen.
+        This rank has counted the call before. If `start` fails, the call is no longer counted,
+        because other ranks must not wait for a call that did not happen.
         """
         try:
             return start(call)
@@ -620,9 +621,12 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
     def _is_harmful(self, call: CollectiveCall) -> bool:
         """Returns whether the output overlaps the input in a way that would change the result.
 
-        Two overlaps are harmless. One is the same buffer for both, for collectives with
-        `row.sharing` "same". The other is an input that is this rank's part of the output, for
-        collectives in `in_place_parts`.
+        Two overlaps are harmless:
+
+        - Output and input are the same buffer, and the collective allows that, as an allreduce
+          does.
+        - The smaller buffer is this rank's part of the larger one, and the transport allows that
+          for this collective (`in_place_parts`), such as an allgather.
         """
         out, inp = call.out, call.inp
         if out is None or inp is None or not overlap(out, inp):

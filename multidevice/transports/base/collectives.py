@@ -56,9 +56,10 @@ class Collective:
     - `name`, `method`: the name in host programs, and in error messages and backends.
     - `inp`, `out`: the form of operand and result, such as one part per rank of the team.
     - `sharing`: how operand and result may share a buffer.
-    - `bus`: the fraction of the larger buffer that each of n ranks sends.
-    - `block`: the bytes from each rank to each other one, as a function of the bytes of operand and
-      result, and n. The bytes may be arrays with one entry per rank.
+    - `bus`: a function of the number n of ranks; returns the fraction of the larger buffer that
+      each rank sends.
+    - `block`: a function of the bytes of operand and result, and n; returns the bytes from each
+      rank to each other one. The bytes may be arrays with one entry per rank.
     - `reduces`: the ranks whose operands a result reduces; None if nothing is reduced.
 
     Entries are compared by identity.

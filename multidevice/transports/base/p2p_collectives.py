@@ -175,12 +175,11 @@ _STEPS = TransportTable[Callable[[CollectiveCall], Steps]](
 def _reduce_blocks(
     call: CollectiveCall, blocks: Sequence[torch.Tensor], out: torch.Tensor
 ) -> Steps:
-    """Yields the transfers by which each rank collects its block from all ranks, then reduces the
-    collected blocks.
+    """Yields this rank's transfers of a reduce-scatter, and then reduces the received blocks into
+    `out`.
 
-    Each rank's operand is divided into one block per rank of the team. The i-th rank receives block
-    i of every other rank. `blocks` are the blocks of this rank's operand. The reduced block is
-    written to `out`.
+    Each rank's operand is divided into one block per rank of the team; `blocks` are those of this
+    rank. The i-th rank receives block i of every other rank, and reduces these blocks and its own.
     """
     own = blocks[call.index]
     room = own.new_empty((len(blocks), own.numel()))
@@ -209,10 +208,11 @@ def _is_one_sum(call: CollectiveCall, own: torch.Tensor) -> bool:
 
 
 def _fold(call: CollectiveCall, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Reduces tensors of equal size one after another, and writes the result to `out`.
+    """Reduces the tensors `parts`, one for each rank in team order, and writes the result to `out`.
 
-    `parts` are the tensors of the members, in team order; `out` may be one of them. 16-bit floats
-    are reduced in float32.
+    The tensors have equal size and are reduced one after another, so that all ranks get the same
+    bits. 16-bit floats are reduced in float32. `out` may be one of `parts`. The memory of received
+    parts may be overwritten.
     """
     assert call.reduce is not None, "a reduction has an op"
     apply = _REDUCE[call.reduce]
@@ -231,9 +231,10 @@ def _fold(call: CollectiveCall, parts: Sequence[torch.Tensor], out: torch.Tensor
 
 
 def _share(call: CollectiveCall, parts: Sequence[torch.Tensor]) -> list[Transfer]:
-    """Returns the transfers by which each rank of the team sends its own part to all other ranks.
+    """Returns this rank's transfers if each rank of the team sends its own part to all other ranks.
 
-    `parts` has one part per rank; the parts of other ranks are received.
+    `parts` has one tensor per rank, in team order: this rank's part to send, and for each other
+    rank the memory that receives its part.
     """
     return _swap(call, [parts[call.index]] * len(parts), parts)
 

@@ -222,8 +222,9 @@ class Backend(NamedCollectives, Protocol):
     """A communication backend: collectives and point-to-point copies among the ranks of a team.
 
     - `where`: the user's source line of the next communication, for error messages.
-    - `generation`: how often the backend has dropped its communicators; CUDA graphs captured before
-      then are invalid (see `Captured`).
+    - `generation`: how often the backend has dropped its communicators. A CUDA graph that was
+      captured at a smaller number is invalid, because it uses dropped communicators (see
+      `Captured`).
     """
 
     where: str

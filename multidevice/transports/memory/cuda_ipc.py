@@ -6,13 +6,14 @@ The owner must not free a piece that another process has mapped. Therefore:
 
 - Another process holds a shared lock on the file until it has unmapped the piece. The system
   releases the locks of a process that ends.
-- When no tensor of the owner uses the piece, the owner closes the descriptor that the piece's name
-  refers to. The owner frees the piece when it gets an exclusive lock on the file.
+- When no tensor of the owner uses the piece, the owner returns it: it closes the descriptor by
+  which other processes find the file. The owner frees the piece when it gets an exclusive lock on
+  the file, through a second descriptor.
 
-Other processes unmap a returned piece when nothing in them can read the piece any more. A CUDA
-graph that may read the piece holds the objects with which the graph was captured. At the beginning
-of a run, the owner and the other processes wait until their GPU has done all its work. At that
-point, no process waits for work of another GPU.
+Another process unmaps a returned piece when none of its objects needs the piece any more. A
+captured CUDA graph that may read the piece keeps such an object. Before memory is unmapped or
+freed, a process waits until its GPU has done all its work. It does so at the beginning of a run:
+then no process waits for work of another GPU, so the wait ends.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ class _Piece:
     Other processes map it through a file.
 
     - `serial`: a number that no other piece of this process has.
-    - `fd`: the descriptor of the file.
+    - `fd`: the descriptor of the file, by which other processes find the file.
     - `begin`, `nbytes`: the address and the size of the piece.
-    - `lock`: a second descriptor of the file, once no tensor uses the piece. With a lock on the
-      file, this process finds out whether others still map the piece.
+    - `lock`: -1 as long as a tensor uses the piece. Afterwards a second descriptor of the file:
+      this process can lock the file exclusively when no other process maps the piece any more.
     """
 
     serial: int
@@ -95,8 +96,9 @@ class Hooks:
 
     - `is_idle`: waits until the GPU has done all its work; returns False if that is impossible now.
     - `drop_graphs`: drops all CUDA graphs, which may keep memory alive.
-    - `told`: called when this rank has named memory to other ranks. Returns a function that says
-      whether they have mapped this memory. Only then may the memory be freed.
+    - `told`: called when memory has no users. Returns a function, which returns True once the other
+      ranks have mapped all memory that this rank had announced to them before the call. Only then
+      may the memory be withdrawn, because a rank may still have to map it.
     """
 
     is_idle: Callable[[], bool] = field(default=lambda: False)
@@ -282,11 +284,12 @@ class IpcPieces:
             self._free(freed)
 
     def _retire(self) -> None:
-        """Collects unused memory for `tidy`: own memory without users, and memory that others stop
-        sharing.
+        """Withdraws own memory that no tensor uses, and drops the memory that other processes have
+        withdrawn.
 
-        Closes the files through which this process shares the own memory; other processes see this
-        and unmap it. Drops the memory of other processes that have closed the file.
+        To withdraw a piece of memory, its owner closes the file through which it shares the piece;
+        other processes see this and unmap the piece. `tidy` then frees own pieces that no process
+        maps, and unmaps dropped ones.
         """
         if self._returned:
             returned = [self._returned.popleft() for _ in range(len(self._returned))]

@@ -40,11 +40,12 @@ _MAX_ROWS = 16
 
 @dataclass(eq=False)
 class _Range:
-    """A reserved range of addresses, on which `parts` shards of equal size are mapped
-    consecutively.
+    """A reserved range of addresses, at which `parts` shards of equal size are mapped one after
+    another.
 
-    A shard is the part of a tensor that one rank stores. For one shard of this process, `serial` is
-    its number, `fd` its file, and `stream` the CUDA stream that uses it.
+    A shard is the part of a tensor that one rank stores. The range is either a shard that this
+    process has allocated, or several shards of different ranks. Only a shard of this process has
+    `serial` (its number), `fd` (its file) and `stream` (the CUDA stream that uses it).
     """
 
     begin: int
@@ -264,9 +265,10 @@ class GpuShards:
         self._is_untidy = True
 
     def tidy(self) -> None:
-        """Unmaps the parts of tensors (shards) that no tensor uses.
+        """Unmaps the shards (parts of tensors) of all ranks that no tensor of this process uses.
 
-        Does nothing if `release` was not called since the previous call of this method.
+        Waits for the GPU first, because its work may still use them. Does nothing if such a wait is
+        impossible now, or if `release` was not called since the previous call of this method.
         """
         if not self._is_untidy:
             return
