@@ -4,7 +4,7 @@ A row is the reduced axes of a kernel with dependent reductions, taken as one ax
 CUDA blocks processes a row. Its blocks run at the same time and read each other's shared memory.
 
 Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx threads, S serial, UR unrolled
-and V vector loops. `r` marks reduced axes:
+and V vector loops. S 1 has one iteration, `r` marks reduced axes:
 
     GPU kept    [BIDx rows | r S 1, r BIDy, r UR, r TIDx | r V]
     GPU looped  [BIDx rows | r S, r BIDy, r UR, r TIDx | r V]

@@ -9,7 +9,7 @@ block adds several rows, one after another, to its own partial sum of each outpu
 adds the partial sums.
 
 Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial, UR
-unrolled and V vector loops. `r` marks reduced axes:
+unrolled and V vector loops. S 1 has one iteration, `r` marks reduced axes:
 
     rows      [BIDx part, S rows of the part, TIDy rows | r S 1, r UR, r TIDx | r V]
     parts     [BIDx part, r S rows of the part, r TIDy rows | S 1, UR, TIDx | V]

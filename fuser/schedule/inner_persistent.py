@@ -7,7 +7,7 @@ tensor, are copied to all other tensors. The reduced axes are merged into one ax
 CUDA block, or some of its threads, process a row.
 
 Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial, UR
-unrolled and V vector loops. `r` marks reduced axes:
+unrolled and V vector loops. S 1 has one iteration, `r` marks reduced axes:
 
     GPU kept    [BIDx rows, TIDy rows | r S 1, r UR, r TIDx | r V]
     GPU looped  [BIDx rows, TIDy rows | r S, r UR, r TIDx | r V]

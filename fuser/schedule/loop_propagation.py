@@ -100,11 +100,11 @@ class AxisMatcher:
 
 # ------------------------------------------------------------------ transforms
 class _Repeat(Rules[IterDomain]):
-    """A table of methods, one for each kind of transform, that repeat the transforms of one tensor
-    on the axes of another tensor.
+    """Rules that repeat the splits and merges of one tensor on the axes of another tensor: one
+    method for each kind of transform.
 
-    There is no method for resizes, so these are not repeated. A merge or shift of which one axis is
-    missing leaves the other axis unchanged.
+    Resizes are not repeated. If the other tensor lacks one of the two axes of a merge or shift, its
+    other axis is left unchanged.
     """
 
     needs_all = False

@@ -8,7 +8,7 @@ registers.
 
 Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial, US
 unswitched, UR unrolled and V vector loops. The body of an unswitched loop exists in two versions,
-with and without bounds checks. `r` marks reduced axes:
+with and without bounds checks. S 1 has one iteration, `r` marks reduced axes:
 
     GPU         [BIDx columns, TIDx columns | r S 1, r UR, r TIDy | columns V]
     GPU looped  [BIDx columns, TIDx columns | r S, r TIDy | columns V]
