@@ -233,14 +233,14 @@ def check_block_scales(name: str, mat1: TensorView, size: int, *, is_gamma: bool
     if size:
         raise unsupported(
             name,
-            f"output_block_scale_size={size} is not yet supported, because the product of {mat1} "
-            "has no block scales: leave the argument out",
+            f"output_block_scale is not yet supported, because the product of {mat1} has no block "
+            f"scales: leave out output_block_scale_size={size}",
         )
     if is_gamma:
         raise unsupported(
             name,
             f"output_gamma is not yet supported, because the product of {mat1} has no global "
-            "scale: leave the argument out",
+            "scale: leave output_gamma out",
         )
 
 

@@ -253,7 +253,7 @@ def test_call_errors() -> None:
         reshaped([4, 6], [5, 5])
     with pytest.raises(DefinitionError, match="Total element counts across view operation"):
         reshaped([-1, 6], ["0", 7])
-    with pytest.raises(DefinitionError, match="below -1"):
+    with pytest.raises(DefinitionError, match="size at index 0 must be at least -1, got -2"):
         reshaped([4], [-2])
     with pytest.raises(
         DefinitionError, match=r"-1 .*cannot be computed, because another size is 0"
