@@ -34,13 +34,15 @@ _AXIS_NUMBERS = re.compile(r"\d+(?=\{)")
 
 
 class RankAgreement:
-    """Compares the run signatures of one program on all ranks, before each run.
+    """Compares, before each run of one program, the descriptions of this run on all ranks.
 
-    A run signature describes the next run of a rank: program, options, sizes and inputs.
+    The description of a rank's next run is its *run signature*: program, options, sizes and inputs.
+    If the signatures differ, all ranks raise an error before anything is launched.
 
     - `communicator`: None for a rank that is alone, which then compares nothing.
-    - `free`: the positions of the scalar inputs whose values are not part of the run signature.
-    - `how`: a line of the run signature: the options and the number of streams.
+    - `free`: the positions of the scalar inputs whose values are not part of the run signature,
+      because they may change from run to run.
+    - `how`: a line of the run signature, which has the options and the number of streams.
     """
 
     def __init__(
@@ -115,11 +117,13 @@ class RankAgreement:
 
 
 def communications_text(program: HostIrContainer) -> str:
-    """Returns the text of the communications of `program`, in order, each with its memory order.
+    """Returns a text of all communications of `program`, in order, by which ranks compare their
+    programs.
 
-    Ranks may run together if these texts are equal; the programs may differ in local layouts and
-    kernels. Axes are therefore numbered in the order in which they appear in this text, not by
-    their numbers in the program.
+    Ranks can run together if these texts are equal, even if local layouts and kernels differ. The
+    text of a communication includes the memory order of its tensors. Axes are numbered in the order
+    of their first appearance in the text, because their numbers in the program may differ between
+    ranks.
     """
     text = "\n".join(
         f"{op_text(op)} // {', '.join(map(str, op.orders))}" for op in program.started()
@@ -129,7 +133,10 @@ def communications_text(program: HostIrContainer) -> str:
 
 
 def first_line(program: HostIrContainer) -> str:
-    """Returns the user's source line of the program's first communication; "" if there is none."""
+    """Returns the user's source line of the program's first communication, for error messages.
+
+    Returns "" if there is none.
+    """
     return next((op.where for op in program.started() if op.where), "")
 
 
@@ -166,12 +173,13 @@ def run_signature_of(
     """Returns a run signature, the description of this rank's next run, which all ranks compare.
 
     - `parts`: texts that must be equal on all ranks. The first `fixed` texts do not depend on the
-      inputs.
+      inputs, so if only other texts differ, an error message can blame the inputs.
     - `names`: the names of the inputs in error messages.
     - `sizes`: the values of integer symbols.
-    - `declared`: the inputs as the program declares them; they say which inputs every rank passes
-      whole.
-    - `free`: the positions of the scalar inputs whose values are not part of the signature.
+    - `declared`: the inputs as the program declares them. They show which inputs are not divided
+      over devices, so that every rank passes the whole tensor.
+    - `free`: the positions of the scalar inputs whose values are not part of the signature, because
+      they may change from run to run.
     - `ops`: the ops that the texts describe; `where`: the user's source line. Both are for error
       messages.
     """
@@ -196,9 +204,12 @@ def run_signature_of(
 
 
 def _traits(x: Argument) -> tuple[tuple[str, str], ...]:
-    """Returns the properties of an input, besides its extents, that must be equal on all ranks.
+    """Returns the properties of an input, besides its extents, that an error message may name as
+    the cause of a difference between ranks.
 
-    Each property is a pair of a name and a text, such as ("dtype", "float32").
+    These are the strides, the dtype and the device of a tensor, or the value of a number. Ranks may
+    differ in a property as long as their programs are equal. Each property is a pair of a name and
+    a text, such as ("dtype", "float32").
     """
     if not isinstance(x, torch.Tensor):
         return (("the value", str(x)),)
@@ -219,12 +230,14 @@ def program_run_signature(
     values: Mapping[Symbol, Number],
     free: Iterable[int],
 ) -> RunSignature:
-    """Returns the run signature of this rank for a run of `program` on `inputs`. All ranks compare
-    these descriptions of a run before it begins.
+    """Returns the run signature of this rank for a run of `program` on `inputs`.
 
-    - `parts`: lines of text about options.
-    - `values`: the values of symbols.
-    - `free`: the positions of the scalar inputs whose values are not part of the signature.
+    A run signature describes a run; all ranks compare their signatures before the run begins.
+
+    - `parts`: lines of text about options, which must be equal on all ranks.
+    - `values`: the values of the program's symbols.
+    - `free`: the positions of the scalar inputs whose values are not part of the signature, because
+      they may change from run to run.
     """
     ops = tuple(walk(program.ops))
     loose = {program.inputs[i] for i in free}

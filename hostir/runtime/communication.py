@@ -50,12 +50,13 @@ class Done:
 def flat(
     op: StartsCommunication, tv: TensorView, tensor: torch.Tensor, order: AxisOrder
 ) -> torch.Tensor:
-    """Returns `tensor`, this rank's shard (part) of `tv`, as a contiguous view that a backend can
-    transfer for the communication `op`.
+    """Returns this rank's shard of `tv` (the part that it stores) as a contiguous view, which a
+    backend can transfer.
 
-    The axes of the view are in memory order (`order.axes`), and axes with stride 0 have one
-    element. Raises `CommunicationError` if the shard has gaps in the memory order that the program
-    declares.
+    `tensor` is the shard, and `op` is the communication that transfers it. The axes of the view are
+    in memory order (`order.axes`). An expanded axis (stride 0) has one element in the view, because
+    all its elements share memory. Raises `CommunicationError` if the shard has gaps in the memory
+    order that the program declares.
     """
     for axis in order.expanded:
         tensor = tensor.narrow(axis, 0, 1) if tensor.size(axis) else tensor
@@ -193,8 +194,9 @@ def transfer(
 ) -> protocol.Transfer:
     """Returns the description of the send or receive `op`, which `exchange` takes.
 
-    `tensor` is this rank's buffer and `peer` the other rank. `order` is the number of the transfer
-    among those with this peer; None if transfers start in the order of the program.
+    `tensor` is this rank's buffer and `peer` the other rank. `order` is how many sends, or how many
+    receives, with this peer precede this one in the program. It is only needed in a test mode, in
+    which transfers start in another order than in the program, and is otherwise None.
     """
     return protocol.Transfer(op.type, flat(op, op.buffer, tensor, op.orders[0]), peer, order)
 

@@ -171,11 +171,12 @@ class Devices:
         """Prepares contexts for runs of `program`; nothing is made for a device yet.
 
         - `kernel`: returns the executor of the kernel that has a given number in the program.
-        - `make_evaluator`: makes the evaluator for the program of a host unit, a separately
-          compiled fusion.
-        - `team`: the ranks of the program.
-        - `votes`: whether the ranks vote before each run whether to launch a CUDA graph.
-        - `late_stream`: the stream whose work is delayed, for tests; see `ProgramEvaluator`.
+        - `make_evaluator`: makes the object that runs the program of a host unit, a fusion that
+          `program` runs as a separate host program.
+        - `team`: the ranks that run the program together.
+        - `votes`: whether all ranks vote before each run, so that either all of them launch a CUDA
+          graph or none does.
+        - `late_stream`: the stream whose work is delayed in a test mode; None: no stream.
         """
         self._program, self._communicator, self._settings = program, communicator, settings
         self._kernel, self._make_evaluator = kernel, make_evaluator
@@ -287,7 +288,7 @@ class UnitEvaluator(Protocol):
         self, inputs: Sequence[Argument], *, signature: Hashable | None = None
     ) -> list[torch.Tensor]:
         """Runs the unit's program on these inputs. The ranks do not compare what they run, because
-        they have done so for the whole call.
+        they have compared the whole call of which this run is a part.
 
         `signature` is the key of the inputs (layouts and numbers), if it has been computed already.
         """
@@ -423,9 +424,10 @@ def check_grouped(program: HostIrContainer) -> None:
     """Raises `UnsupportedError` if a send or a receive is outside a group of transfers
     (`StartCoalescing` .. `EndCoalescing`).
 
-    The check is for programs whose option `late_stream` delays a stream, on real ranks. Transfers
-    then start in another order than in the program, and only simulated ranks can match sends with
-    receives in that case.
+    The check is for ranks that are processes, if the option `late_stream` delays a stream.
+    Transfers then start in another order than in the program, but processes match sends with
+    receives by this order. Only simulated ranks, which are threads of one process, match them by
+    numbers.
     """
     is_grouped = False
     for op in walk(program.ops):
@@ -453,7 +455,8 @@ def check_devices(program: HostIrContainer, size: int) -> None:
 
 
 def check_tuning(settings: Settings, team: Sequence[int]) -> bool:
-    """Returns whether the option `tune` is on, which times kernels to choose their parameters.
+    """Checks the option `tune`, by which kernels are timed to choose their parameters; returns
+    whether the option is on.
 
     Raises `UnsupportedError` if `tune` is on for a program of several ranks. Each rank could choose
     another kernel then, but replicated tensors must be equal in every bit on all ranks.

@@ -102,12 +102,12 @@ class _WatchedSlots(list[Any]):
 
 @dataclass(frozen=True)
 class CaptureBinding(Binding):
-    """Prepares the recorded steps of a program for their capture as a CUDA graph, and records
-    kernels and views.
+    """Turns the recorded steps of a program into functions that a CUDA graph can capture.
 
-    `origins` has, for each view, (the viewed tensor, offset in bytes). Tensors are identified by
-    their slots, positions in the list of a run's values. The address of a view can thus be computed
-    when the viewed tensor has moved.
+    Meanwhile it collects the launched kernels in `kernels`, and the views in `origins`: for each
+    view, (the viewed tensor, offset in bytes). The address of a view can thus be computed when the
+    viewed tensor has moved. Tensors are identified by their slots, positions in the list of a run's
+    values.
     """
 
     maker: GraphMaker = field(kw_only=True)
@@ -235,9 +235,10 @@ class Replayed(NamedTuple):
 class _Captured:
     """A captured CUDA graph, with the addresses that its kernels have at present.
 
-    - `nodes`: the kernel launches, by the number of the kernel among the recorded steps.
-    - `places`: the addresses of the tensors that may move between runs, in the order of
-      `Replays._moving`.
+    - `nodes`: the kernel launches in the graph, by the number of the kernel among all kernels that
+      the recorded steps launch.
+    - `places`: the addresses of the tensors that may move between runs, in the order of the tensors
+      in the list of a run's values.
     - `held`: objects that must live as long as the graph.
     """
 
@@ -307,8 +308,9 @@ class RepeatedPlan(Protocol):
 class Replays:
     """The CUDA graphs that repeat the recorded steps of a program on one stream.
 
-    Each graph serves runs in which the tensors whose addresses cannot be replaced in the graph have
-    equal addresses. If the steps cannot be captured, the object has the reason instead.
+    A graph contains tensor addresses. The addresses that only kernels use can be replaced before a
+    launch. Each graph serves the runs in which all other addresses are those of the captured run.
+    If the steps cannot be captured, the object has the reason instead.
     """
 
     def __init__(
@@ -475,12 +477,13 @@ class Replays:
         return tuple(key)
 
     def _own_vote(self, key: Hashable) -> int:
-        """Returns the number with which this rank votes before a run. By the votes, the ranks
+        """Returns the number that this rank sends in the vote before a run, in which all ranks
         choose a CUDA graph together, or none.
 
-        The number represents `key`, the tensor addresses that this rank's graph cannot replace. The
-        number is STEP_BY_STEP, a vote for no graph, in one case: the ranks have not yet chosen a
-        graph for `key`, and none can be captured now, because other threads run programs.
+        The number stands for `key`, the values (such as tensor addresses) that this rank's graph
+        cannot replace. It is STEP_BY_STEP, a vote for no graph, in one case: the ranks have not yet
+        chosen a graph for `key`, and this rank can capture none now, because other threads run
+        programs.
         """
         number = self._number(key)
         if number in self._agreed or not (others := USERS.others()):
@@ -506,9 +509,10 @@ class Replays:
     def _consider(self, key: Hashable, slots: Slots) -> _Captured | None:
         """Captures a CUDA graph for runs with this key, if such runs are frequent enough.
 
-        The key is the tuple of those tensor addresses that a graph cannot replace. Returns None if
-        no graph is captured, because there were too few such runs, or because this rank or another
-        rank cannot capture.
+        `key` identifies runs that can share a graph. It has the values that a graph cannot replace,
+        such as tensor addresses, or the numbers by which the ranks voted for a graph. Returns None
+        if no graph is captured, because there were too few such runs, or because this rank or
+        another rank cannot capture.
         """
         if self.why_not:
             return None
@@ -602,11 +606,12 @@ class Replays:
 
     def _after_flags(self, action: Closure, op: Op | None) -> Closure:
         """Returns the function to call in place of `action`, a recorded step, while a CUDA graph is
-        captured: it first signals earlier transfers as complete, and then does `action`.
+        captured.
 
-        A transfer signals its peer by writing a flag. The flags of several transfers in a row may
-        be written together, after the last of these transfers. Therefore `action` itself is
-        returned if `op`, the op of the step, is a transfer or a change of streams.
+        A transfer signals its peer by writing a flag. The flags of several transfers in a row are
+        written together, after the last of them. The returned function therefore first writes the
+        flags that are still due, and then does `action`. If `op`, the op of the step, is a transfer
+        or a change of streams, more transfers may follow, and `action` itself is returned.
         """
         flushes = [backend.flush for backend in self._plan.backends]
         if not flushes or isinstance(op, P2PCommunication | SetCurrentStream):
@@ -680,9 +685,10 @@ class Replays:
         """Returns the CUDA graph to use for tensors at the addresses `places`: the graph `captured`
         or a copy of it.
 
-        A copy that already has these addresses needs no update. A new copy is made if tensors have
-        moved often and there are few copies. Otherwise `captured` is returned, and the caller
-        replaces the addresses in it.
+        Copies save the replacement of addresses if tensors alternate between a few addresses. A
+        copy that already has these addresses is returned as it is. A new copy is made if tensors
+        have moved often and there are few copies. In all other cases, `captured` is returned, and
+        the caller replaces the addresses in it.
         """
         for twin in captured.twins:
             if twin.places == places:

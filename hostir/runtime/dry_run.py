@@ -97,7 +97,8 @@ def dry_run_plan(
 
     - `frame`: the state with which the run would begin, with the program (for which `can_bind` must
       hold) and the inputs.
-    - `free`: the positions of scalar inputs on which no size depends.
+    - `free`: the positions of those scalar inputs on which no size depends. Their values may change
+      between the runs that repeat the plan.
     - `outputs`: the tensors that runs of the plan return.
     - `arenas`: manages the memory of intermediates.
 

@@ -263,14 +263,15 @@ class ProgramEvaluator:
         places: tuple[int, ...] | None = None,
         are_apart: bool | None = None,
     ) -> list[torch.Tensor]:
-        """Runs the program on inputs whose cache entry, with the recorded steps for such inputs,
-        the caller has found already.
+        """Runs the program on inputs whose cache entry the caller has already found.
 
-        The ranks must already have agreed on the call of which this run is a part.
+        `entry` is the cache entry, with the recorded steps for inputs of these layouts. The ranks
+        must already have agreed on the call of which this run is a part.
 
-        - `places`: the alignments of the inputs, from `entry.contents.check`; None before the first
-          run.
-        - `are_apart`: the result of the method `are_apart`, if the caller has called that method.
+        - `places`: the alignments of the inputs (addresses modulo the bytes of a vector access), as
+          `entry.contents.check` returns them; None before the first run.
+        - `are_apart`: the result of the method `are_apart` for these inputs; None: this method
+          calls it.
         """
         if self._copies_from_peers:
             self.begin_run()
@@ -429,8 +430,10 @@ class ProgramEvaluator:
         return steady(runner, plan, inputs, around)
 
     def arenas(self) -> list[Arenas]:
-        """Returns the memory of this program's intermediates: one object per device. Each has
-        buffers (arenas) that the program may share with other programs.
+        """Returns the buffers (arenas) in which runs of this program store intermediates: one
+        manager of such buffers per device.
+
+        The program may share the buffers with other programs.
         """
         return self.cache.arenas()
 

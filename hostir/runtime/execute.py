@@ -159,11 +159,11 @@ MakeGeneric = Callable[[], GenericStep | None]
 
 
 def for_all_sizes(step: Step | Closure) -> MakeGeneric:
-    """Returns the function that makes `step` for inputs of other sizes. That function always
-    returns `step` itself, because the caller knows that `step` does not depend on sizes.
+    """Returns the argument `generic` of `Receiver.enqueue` for a step that does not depend on
+    sizes.
 
-    A size-generic plan, which repeats a recorded run on inputs of other sizes, calls such a
-    function for each step.
+    `generic` says how to make a recorded step for inputs of other sizes. The returned function says
+    that `step` itself serves for all sizes.
     """
     return lambda: ((), lambda sizes: step)
 
@@ -232,13 +232,15 @@ class Receiver(Protocol):
         runs free it.
 
         `tv` is a buffer, or a view of the parts (shards) of a tensor that several ranks store. For
-        such a view, the ranks wait for one another before the view ends.
+        such a view, the ranks wait for one another before the view ends, because each of them reads
+        the parts of the others.
         """
         ...
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
         """Takes `found`, the results of `op` that torch has computed in new memory, and stores them
-        as the results of the run.
+        as the outputs of `op` in this run. A recorder also records that later runs compute them
+        again.
         """
         ...
 
@@ -286,7 +288,8 @@ class Execution:
         """Prepares a pass over the program of `frame`, the state of the run. The pass turns ops
         into steps, parts of their work such as kernel launches.
 
-        - `free`: the positions of those input scalars on which no size depends.
+        - `free`: the positions of those input scalars on which no size depends. Their values may
+          change between the runs that repeat the steps.
         - `machine`: the context in which the steps will run. The default is the context of `frame`.
           A dry run passes another one, because its frame has tensors without contents.
         - `receiver`: runs or records the steps. The default runs each step at once.
@@ -343,7 +346,7 @@ class Execution:
         """Gives `value` a new slot, a position in the list of a run's values, and returns it.
 
         If `value` had a slot before, the tensor in the old slot is dropped. The tensor stays in the
-        old slot if delayed work or another tensor still uses the slot.
+        old slot if delayed work (in a test mode) or another tensor still uses the slot.
         """
         slots, before = self.slots, self._slot.get(value)
         if before is not None and not self.holds_work_back and before not in self._aliased_slots:
@@ -393,7 +396,7 @@ class Execution:
         return self.frame.local_shape(tv)
 
     def is_named(self, tv: TensorView) -> bool:
-        """Whether `tv` has no memory of its own.
+        """Whether `tv` is only a name for memory that it does not own.
 
         Such a tensor is a part of another tensor, or is stored in a buffer of the caller.
         """
@@ -402,9 +405,9 @@ class Execution:
     def number(self, x: Scalar) -> Number:
         """Returns the value of the scalar `x` for the present inputs and loop indices.
 
-        The current op may then decide by the value what it does, so the recorded steps are only
-        repeated for this value. Therefore the class of the op must have `HAS_CONTROL_SCALARS`,
-        which says that its scalars decide what the op does. Otherwise raises `DefinitionError`.
+        The value is read once, when the current op makes its steps, and the recorded steps are only
+        repeated for this value. Raises `DefinitionError` if the class of the op declares
+        `HAS_CONTROL_SCALARS = False`: that no scalar decides what the op does.
         """
         op = self.frame.op
         if isinstance(op, HostOp) and not op.HAS_CONTROL_SCALARS:
@@ -561,7 +564,8 @@ class Execution:
     def call(self, work: Callable[..., object], *operands: TensorView | Scalar) -> None:
         """Enqueues a call of the function `work` on the current stream.
 
-        In each run, `work` receives the run's own tensors and numbers for `operands`.
+        `work` is called in this run and in each later run that repeats the recorded steps. It
+        receives the tensors and numbers that `operands` have in that run.
         """
         reads = [self.argument(v) for v in operands]
 
@@ -579,10 +583,11 @@ class Execution:
         axis: int,
         bounds: Callable[[LocalShapes], tuple[int, int]],
     ) -> None:
-        """Enqueues a copy of a range of `inp` into `out`.
+        """Enqueues, on the current stream, a copy of a part of `inp` into the whole of `out`.
 
-        The range covers some indices of axis `axis`. `bounds` computes (start, length) of the range
-        from the shapes of this rank's shards (the parts of tensors that it stores).
+        The part is a range of indices along the axis number `axis`. `bounds` computes (start,
+        length) of the range from the shapes of this rank's shards (the parts of tensors that it
+        stores).
         """
         i, o = self.slot(inp), self.slot(out)
 
@@ -621,8 +626,8 @@ class Execution:
 
         `given` and `results` are the operands and results of the first run. Later runs have tensors
         of equal shapes, strides and alignments, so the compiled kernel and its launch sizes are
-        looked up once. If they nevertheless depend on the run, the returned step looks them up in
-        each run.
+        looked up once, here. If the executor says that they differ between runs, the returned step
+        looks them up in each run.
         """
         frame, sizes, runner = self.frame, self.frame.sizes, self.machine.runner(op.group)
         device = self.machine.device if self.is_dry else None

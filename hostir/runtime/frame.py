@@ -139,9 +139,9 @@ class Frame:
     def symmetric(self, tv: TensorView) -> Callable[[int], torch.Tensor]:
         """Returns a function (bytes -> memory) that allocates memory for `tv`.
 
-        Other ranks can map the memory into their processes, to read the tensor. The result depends
-        on how long the memory is needed: for one run, for all runs that repeat a recorded one, or
-        as a part of a view of all ranks' shards.
+        Other ranks can map the memory into their processes, to read the tensor. There are three
+        such functions: for memory that one run needs, for memory of all runs that repeat a recorded
+        one, and for a part of a tensor that each rank maps as a whole.
         """
         if tv in self.storage.shown:
             return self.machine.shard
@@ -176,10 +176,10 @@ class Frame:
 
     @contextmanager
     def with_index(self, index: Symbol) -> Generator[Callable[[int], None]]:
-        """Opens a loop over `index` for the time of the context.
+        """Returns a context for a loop over `index`, in which scalars may depend on the index.
 
-        Yields a function that the caller calls with the value of the index before each loop
-        iteration.
+        The value of the context is a function. The caller calls it with the value of the index
+        before each loop iteration.
         """
 
         def bind(value: int) -> None:
@@ -214,11 +214,12 @@ class Frame:
         return number
 
     def stream(self, stream: Stream) -> Handle:
-        """Returns the handle in this run for `stream`, a stream of the program.
+        """Returns the handle in this run for `stream`, a stream of the program with a number or a
+        name.
 
-        The handle is a CUDA stream, or a name on the CPU. `stream` has a number or a name. The
-        caller looks up a name that the program has given to its current stream by a
-        `GetCurrentStream` op, and does not pass such a name.
+        The handle is a CUDA stream, or a name on the CPU. The caller does not pass a name that the
+        program has given to its current stream by a `GetCurrentStream` op, but looks up such a name
+        among the run's values.
         """
         if stream.index is None:
             return self.machine.streams.handle(stream.name)
@@ -307,7 +308,10 @@ class Frame:
         return tv.mesh is None or tv.mesh.has(self.machine.rank)
 
     def is_idle(self, op: Op) -> bool:
-        """Whether this rank skips `op`, because it stores no part of any tensor of `op`."""
+        """Whether this rank skips `op`, because it stores no part of any tensor of `op`.
+
+        An op without tensors is never skipped.
+        """
         if not self.storage.is_placed:
             return False
         tensors = [v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView)]
@@ -328,7 +332,10 @@ class Frame:
         return self.tensors[tv].clone() if tv in self.storage.borrowed else self.tensors[tv]
 
     def alias_target(self, out: TensorView) -> TensorView:
-        """Returns the input whose memory the output `out` overwrites."""
+        """Returns the input whose memory the output `out` overwrites.
+
+        The caller ensures that the program declares `out` as an update of an input.
+        """
         into = self.program.values.alias_of(out)
         assert into is not None, f"{out} has neither a buffer nor a declared alias"
         return into

@@ -68,10 +68,10 @@ class _TensorSpec:
     is_in_order: bool
 
     def refuses(self, text: str, *, head: str = "") -> InputError:
-        """Returns the error to raise if a caller's tensor does not fit this input: `<head>Expected
-        input .., <text>`.
+        """Returns the error to raise if a caller's tensor does not fit this input.
 
-        The user's source line of the input follows, if the input has one.
+        The message is `<head>Expected input <number>, <tensor of the program>, <text>`, followed by
+        the user's source line of the input, if the input has one.
         """
         line = user_code(self.tv.user_line())
         return InputError(f"{head}Expected input {self.index}, {self.tv}, {text}{line}")
@@ -291,11 +291,12 @@ def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...
 
 @contextmanager
 def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None]:
-    """Returns a context for a run, after which autograd knows which tensors the run has
+    """Returns a context for a run, at whose end autograd is told which tensors the run has
     overwritten.
 
-    `written` has the positions of these tensors in `tensors`. A backward pass that needs an old
-    value then raises an error. The tensors are marked even if the run fails.
+    `written` has the positions of these tensors in `tensors`. A later backward pass that needs an
+    old value raises an error, instead of using the new value. Autograd is told even if the run
+    fails.
     """
     try:
         yield
@@ -442,9 +443,11 @@ def _bytes_of(marks: torch.Tensor, layout: _Layout, offset: int) -> torch.Tensor
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether two elements of `x` may have the same address.
+    """Whether two elements of `x` may have the same address, as with an expanded axis or a sliding
+    window.
 
-    Expanded axes and sliding windows are examples.
+    Such a tensor cannot be written in place. The test only compares strides with extents, so it may
+    return True for an unusual tensor without such elements.
     """
     reach = 1
     for n, stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda s: s[1]):

@@ -195,9 +195,10 @@ def make_kernel_executor(
     `StepKernels`, because the parts may differ in size.
 
     - `of` and `rank` appear in dumps of the kernel.
-    - `lowered`: executors with the same `lowered` share kernels that differ only in names; None:
-      this executor shares no kernels.
-    - `reads`: the L2 reuse of the whole program, from `second_reads`.
+    - `lowered`: the cache of lowered kernels. Executors with the same cache share kernels that
+      differ only in names; None: this executor shares no kernels.
+    - `reads`: for the whole program, the tensors that one kernel reads after another from the GPU's
+      L2 cache, as `second_reads` returns them.
     """
     from fuser.kernels.autotune import TunedExecutor
     from fuser.kernels.executor import FusedKernelExecutor

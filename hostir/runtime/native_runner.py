@@ -73,8 +73,8 @@ class Surroundings:
     """The circumstances of a call that must be unchanged if the compiled runner (C code) is to
     repeat the call.
 
-    `context` has the simulated rank. `no_options` is the value that the options of a call have if
-    the user passes no options.
+    `context` is the variable that says which simulated rank the present thread is. `no_options` is
+    the value that the options of a call have if the user passes no options.
     """
 
     context: ContextVar[Any]

@@ -131,7 +131,8 @@ class Plan:
     - `outputs`: the slots of the outputs.
     - `made`: by slot, the allocations of buffers that are still used after a run. A run makes these
       allocations before the steps.
-    - `by_steps`: the slots of `made` for which a step may instead store a new tensor.
+    - `by_steps`: the slots of `made` that need no allocation in runs without a CUDA graph, because
+      a step can store a new tensor of torch there.
     - `blocks`: the buffers that are stored in an arena, the memory of intermediates, of `nbytes`
       bytes.
     - `records`: whether torch would record gradients, because a torch call may read an input that
@@ -349,8 +350,8 @@ def with_room(nbytes: int) -> int:
     `nbytes`.
 
     The result is at most a fourth larger than `nbytes`, and by less than MAX_ROOM_NBYTES. Inputs
-    that are somewhat larger can then use the same memory. Otherwise all recorded steps would have
-    to be prepared for new addresses.
+    that are somewhat larger can then use the same memory. With new memory, all recorded steps would
+    have to be prepared again for other addresses.
     """
     step = min(1 << max(nbytes.bit_length() - 3, 0), MAX_ROOM_NBYTES)
     return -(-nbytes // step) * step
@@ -372,10 +373,11 @@ def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
 
 
 class IsOver(Protocol):
-    """The answer, for one buffer, to the question which earlier buffers are no longer used when
-    this buffer is allocated. The new buffer can then have their bytes.
+    """An interface for the lifetimes of buffers: says, for one new buffer, which earlier buffers
+    are no longer used when the new buffer is allocated. The new buffer can then have their bytes.
 
-    Buffers are numbered in order of allocation. A list of bools has this interface, too.
+    The index is the number of an earlier buffer in order of allocation. A list of bools has this
+    interface, too.
     """
 
     def __getitem__(self, owner: int, /) -> bool:
@@ -385,11 +387,11 @@ class IsOver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """Says which earlier buffers are no longer used when one buffer is allocated.
+    """Says which earlier buffers are no longer used when one new buffer is allocated.
 
-    `begin` is the vector clock of the allocation: how much work of each stream has ended by then.
-    `ends` has the end of each buffer's lifetime. Answers are computed only when they are needed,
-    because few of thousands of buffers compete for the same bytes.
+    `begin` is the vector clock of the allocation: for each stream, how much of its work has
+    certainly ended by then. `ends` has the end of each buffer's lifetime. Answers are computed only
+    when they are needed, because few of thousands of buffers compete for the same bytes.
     """
 
     begin: Clock
@@ -590,11 +592,12 @@ class Pool:
         return [a for a in list(self.arenas) if any(p.arenas.owner is owner for p in list(a.bound))]
 
     def leave(self, owner: object) -> None:
-        """Drops the functions with addresses in this pool that belong to an evaluator that no
-        longer exists.
+        """Drops the functions that an evaluator has left in this pool, after the evaluator was
+        deleted.
 
-        `owner` is the object that identifies the evaluator (`Arenas.owner`). Memory that no other
-        program needs is freed, and so is memory that is now far too large.
+        The functions were made from the recorded steps of the evaluator, and contain addresses in
+        this pool. `owner` is the object that identifies the evaluator (`Arenas.owner`). Memory that
+        no other program needs is freed, and so is memory that is now far too large.
         """
         for arena in self.of(owner):
             for plan in list(arena.bound):

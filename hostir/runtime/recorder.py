@@ -85,7 +85,8 @@ class Recorder:
     ) -> None:
         """Prepares a recording of the program of `frame`, the state of the run.
 
-        - `free`: the positions of scalar inputs on which no size depends.
+        - `free`: the positions of those scalar inputs on which no size depends. Their values may
+          change between the runs that repeat the recorded steps.
         - `machine`: the context in which the recorded steps will run; the default is
           `frame.machine`. A dry run passes `machine`, because the frame of a dry run is for torch's
           `meta` device.
@@ -359,10 +360,12 @@ class Recorder:
         """Chooses an offset in the arena, the memory of a run's intermediates, for each buffer that
         the program deallocates.
 
-        Returns (buffers with offsets, bytes of the arena). Buffers whose position in the list of a
-        run's values is in `left` get no offset. All runs of one stream share the arena. A buffer
-        therefore gets an offset only if all its uses are ordered with the stream on which runs
-        begin.
+        Returns (buffers with offsets, bytes of the arena). Two kinds of buffers get no offset:
+
+        - Buffers whose position in the list of a run's values is in `left`, because new tensors of
+          torch replace them.
+        - Buffers with a use that is not ordered with the stream on which runs begin, because the
+          next run on that stream uses the same arena.
         """
         is_within = self._order.is_within
         kept = [i for i in self._blocks if i in self._lifetimes and i not in left]

@@ -785,13 +785,13 @@ Find = Callable[[TensorView], torch.Tensor | None]
 
 
 def announcer(op: Op, machine: ExecutionContext) -> Callable[[Find], None] | None:
-    """Returns a function that writes a dump line when the communication `op` starts.
+    """Returns a function that writes a dump line when the communication `op` starts. The caller
+    calls the returned function in each run.
 
-    The argument of that function maps a tensor to this rank's shard (the part that it stores), or
-    to None. If the library that carries out the communication is not the one that the op names, the
-    line also names this library. Returns None if `op` is no communication, or if
-    `FUSER_DUMP=communication` is not set. If the steps of a run are recorded for later runs, this
-    function is called only once, when they are recorded.
+    The argument of the returned function is a function that maps a tensor to this rank's shard (the
+    part that it stores), or to None. If another library carries out the communication than the one
+    that the op names, the line also names that library. Returns None if `op` is no communication,
+    or if `FUSER_DUMP=communication` is not set.
     """
     if not (isinstance(op, StartsCommunication) and (op.inputs or op.outputs)):
         return None

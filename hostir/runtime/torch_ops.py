@@ -115,7 +115,8 @@ def writing_at_once(
     run.
 
     `ins` has the slot of each operand, None for a scalar. `compute_step` computes the results as
-    new tensors, if torch has no call that writes into buffers.
+    new tensors. It is used if torch has no call for `op` that writes into buffers, and its results
+    are then copied.
     """
     known, unread = (frame.values, frame.storage.unread), frame.storage.unread
 
@@ -143,11 +144,11 @@ def library_call(
     """Returns the torch call that computes `op`, for tensors with the layouts of `ins` and `outs`.
 
     A `LibraryCall` writes into buffers. A `Returning` returns new tensors. Returns None in three
-    cases: in a dry run; if torch has no single call for `op`; and if several elements of a result
-    share memory.
+    cases: in a dry run, whose tensors have no contents; if torch has no single call for `op`; and
+    if several elements of a result share memory.
 
-    `known` is (values of symbols, results that nothing reads). The call may use the helper kernels
-    `kernels`.
+    `known` is (values of symbols, results that nothing reads and that need not be computed).
+    `kernels` are the project's own GPU kernels, which the call may use.
     """
     if any(out.is_meta or is_repeated(out) for out in outs):
         return None

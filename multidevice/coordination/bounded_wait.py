@@ -1,9 +1,9 @@
 """Waits with a deadline, and the facts that a rank knows about other ranks while it waits.
 
 Every wait on another rank uses `poll_until`. That function yields the processor, checks the
-announcements of the other ranks, and ends at a deadline. A `Ledger` counts the calls that this rank
-has entered. A rank that leaves the job announces its counts. So other ranks know that it entered a
-collective before it left, which is no error.
+announcements of the other ranks, and ends at a deadline. A `Ledger` counts the calls that a rank
+has entered. A rank that leaves the job announces these counts. If it entered a collective before it
+left, the other ranks can still complete that collective, and raise no error.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ SEND, RECV = "send", "recv"
 
 
 class Calls(NamedTuple):
-    """The key of a sequence of calls: the kind of call, and the team whose ranks make the calls.
+    """The key under which ranks count calls: the kind of call, and the team of ranks that make it.
 
-    For point-to-point transfers, `ends` is (source rank, target rank), otherwise (). Each rank
-    counts its calls of each sequence in its ledger, so that calls of different ranks can be
-    matched.
+    All calls with one key form a sequence. Each rank counts its calls of each sequence in its
+    ledger, so that calls of different ranks can be matched by their numbers. For point-to-point
+    transfers, `ends` is (source rank, target rank), otherwise ().
     """
 
     kind: str
@@ -74,9 +74,8 @@ def counts_from(rows: Iterable[Sequence[Any]]) -> dict[Calls, int]:
 
 @dataclass(frozen=True)
 class Need:
-    """A condition for the end of a wait: rank `rank` must enter calls of the sequence `key`.
-
-    The condition holds when the rank has entered at least `count` such calls.
+    """A condition for the end of a wait: rank `rank` must have entered at least `count` calls of
+    the sequence `key`.
     """
 
     rank: int
@@ -109,7 +108,10 @@ class Event:
 
 
 class Ledger:
-    """Counts the calls that this rank has entered, for each sequence of calls (`Calls`)."""
+    """Counts the calls that this rank has entered (begun), for each sequence of calls (`Calls`).
+
+    Ranks match their calls by these counts, and find out by them which rank is missing in a call.
+    """
 
     def __init__(self) -> None:
         self.entered: dict[Calls, int] = {}
@@ -130,7 +132,7 @@ class Ledger:
         """Stops counting call `number` of the sequence `key` as entered, because it could not be
         started.
 
-        Does nothing if this call is not the latest of its sequence.
+        Does nothing if later calls of the sequence have been numbered already.
         """
         if self.entered.get(key) != number + 1:
             return

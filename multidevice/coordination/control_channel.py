@@ -67,9 +67,9 @@ class ControlCall:
     """One operation of the control channel, as one rank sees it.
 
     - `kind`: the name of the operation, such as "agree".
-    - `rank`: this rank.
-    - `key`, `seq`: the sequence of calls to which the operation belongs, and its number in the
-      sequence.
+    - `team`: the ranks that take part; `rank`: this rank.
+    - `key`, `seq`: the key under which the ranks count such operations, and the number of this
+      operation in their count.
     """
 
     kind: str
@@ -149,7 +149,8 @@ class Control(ABC):
 
     @abstractmethod
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """Allocates zeroed memory that the ranks of the team share, as 8-byte words.
+        """Allocates zeroed memory that the ranks of the team share; returns it as a view of 8-byte
+        words.
 
         All ranks of the team must make the call. Returns None if the team cannot share memory, for
         example because its ranks are on several hosts.
@@ -159,7 +160,8 @@ class Control(ABC):
         """Tells the ranks of a team that shared memory has changed.
 
         This base class does nothing, because ranks that are processes read shared memory while they
-        wait.
+        wait. The subclass for simulated ranks, which are threads, makes waiting threads check
+        again.
         """
         return
 
@@ -265,8 +267,9 @@ class Control(ABC):
     def lose(self, key: Calls) -> None:
         """Drops the transport resources (such as communicators) that a sequence of calls uses.
 
-        Called when the ranks no longer agree on the number of these calls. `key` names the
-        sequence. The next call creates new resources.
+        Called after ranks have counted different numbers of these calls, so that messages of
+        unfinished calls may remain in the resources. `key` names the sequence. The next call
+        creates new resources.
         """
         for forget in self.on_lost:
             forget(key)
@@ -279,7 +282,7 @@ class Control(ABC):
             give_up(team)
 
     def begin_run(self, team: Team) -> None:
-        """Counts a run of a host program on a team.
+        """Counts one more run of a host program that the ranks of `team` run together.
 
         All ranks of the team begin the same number of runs, so the count identifies the run.
         """
@@ -298,9 +301,9 @@ class Control(ABC):
     ) -> list[bytes]:
         """Sends this rank's `payload` to all ranks of a team; returns all payloads, in team order.
 
-        If `team` is None, the team has all ranks. `stream` names a sequence of calls of the team:
-        ranks match their calls by their numbers in this sequence (see `Ledger`). `kind` is the name
-        of the operation, which must be equal on all ranks.
+        If `team` is None, the team has all ranks. `stream` is the name of a sequence of calls (not
+        a CUDA stream): calls of the ranks that have the same number in this sequence belong
+        together. `kind` is the name of the operation, which must be equal on all ranks.
         """
         team = self._members(team, kind)
         if len(team) == 1:
@@ -317,11 +320,12 @@ class Control(ABC):
         team: Team | None = None,
         stream: str = WITHIN_CALLS,
     ) -> None:
-        """Returns when no rank of the team has an error and all digests are equal.
+        """Waits for all ranks of a team; returns if no rank has an error and all digests are equal.
 
         `error` is this rank's error, or None. `digest` is a hash of the data that must be equal on
-        all ranks. If `team` is None, the team has all ranks. `stream` names a sequence of calls of
-        the team: ranks match their calls by their numbers in this sequence (see `Ledger`).
+        all ranks. If `team` is None, the team has all ranks. `stream` is the name of a sequence of
+        calls (not a CUDA stream): calls of the ranks that have the same number in this sequence
+        belong together.
 
         Raises:
             error: this rank's own error, if there is one.
@@ -370,11 +374,13 @@ class Control(ABC):
         """Raises an error that shows the first difference if the ranks of a team pass different
         texts.
 
+        All ranks of the team must make the call.
+
         - `where_of`: returns the user's source line for a line of the text, "" if there is none.
         - `head`: the beginning of the error message.
         - `part`: the word that the message uses for a line of the text.
-        - `stream`: the name of a sequence of calls of the team. Ranks match their calls by their
-          numbers in this sequence (see `Ledger`).
+        - `stream`: the name of a sequence of calls (not a CUDA stream). Calls of the ranks that
+          have the same number in this sequence belong together.
 
         Raises:
             ProgramMismatchError: on every rank; the message shows the first line that differs,
@@ -454,10 +460,10 @@ class JobControl(Control):
     """The control channel of a job whose ranks are processes, which may fail and leave."""
 
     def connect_wait_graph(self) -> None:
-        """Creates the wait-for graph, which shows which rank waits for which, if all ranks share a
-        host.
+        """Creates the wait-for graph, if all ranks share a host.
 
-        All ranks of the job must make the call.
+        The graph is in shared memory and shows which rank waits for which, so that ranks can detect
+        deadlocks. All ranks of the job must make the call.
         """
         files: list[int] = []
         shared = self._shared(
@@ -470,8 +476,8 @@ class JobControl(Control):
             self.wait_graph.connect()
 
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """Allocates zeroed memory that the ranks of the team share, as 8-byte words, by a mapped
-        file.
+        """Allocates zeroed memory that the ranks of the team share, by a mapped file; returns it as
+        a view of 8-byte words.
 
         Returns None if the team is not on one host.
         """
@@ -506,7 +512,8 @@ class JobControl(Control):
         ranks are missing and does not wait longer, because another rank may still compute.
 
         Raises:
-            CommunicationTimeout: the process of a missing rank is stopped.
+            CommunicationTimeout: the deadline passed, and a signal has stopped the process of a
+                missing rank.
             PeerError: the process of another rank has ended.
         """
         limit_s, wait_graph = options.timeout_s(), self.wait_graph
@@ -604,7 +611,8 @@ _SPINS = 50
 def call_token(kind: int, number: int) -> int:
     """Returns a call token: an integer that contains the class `kind` and the number of a call.
 
-    The class says what a rank is about to run. Ranks compare their tokens before a call.
+    The class is an integer that stands for the program that a rank is about to run. Ranks compare
+    their tokens before a call.
     """
     return kind << _NUMBER_BITS | (number + 1) & _NUMBERS
 
@@ -615,7 +623,7 @@ class CallTokens:
     A call token is an integer that says what a rank is about to run, and the number of that call.
 
     - `page`: the shared memory, with a line of LINE_WORDS 8-byte words per rank, in team order.
-    - `key`: the sequence of calls that the tokens count, for the ledgers.
+    - `key`: the key under which the ledgers of the ranks count these calls.
     - `what`: a function that returns the description of a call for error messages. Its arguments
       are the number of the call and the argument `about` of `say`.
     """
@@ -643,8 +651,8 @@ class CallTokens:
 
         The integer `kind` (a class) stands for the program and its sizes. Waits until all ranks of
         the team have announced a class for this call. `about` is passed to the function that
-        describes the call. Raises `PeerError` if another rank gave the call up, and all errors of
-        `Control.poll_until`.
+        describes the call. Raises `PeerError` if another rank gave the call up, because an error
+        ended its wait. Also raises all errors of `Control.poll_until`.
         """
         word = call_token(kind, number)
         words, turn = self.page, number & 1
@@ -706,11 +714,11 @@ class CallTokens:
         ]
 
     def _awaited_by(self, left: Sequence[int], number: int) -> list[int]:
-        """Returns the ranks for which other ranks were waiting when those other ranks gave up call
-        `number`.
+        """Returns the missing ranks, for an error message: the ranks for which other ranks waited
+        in vain before they gave up call `number`.
 
         `left` are the ranks that gave the call up. The result contains neither these ranks nor this
-        rank.
+        rank, because they have come to the call.
         """
         gave_up, words, awaited = call_token(GAVE_UP, number), self.page, 0
         for _, slot in self._others[number & 1]:

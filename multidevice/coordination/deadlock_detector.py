@@ -54,7 +54,8 @@ def nbytes_of(size: int) -> int:
 class BlockedRank:
     """A rank that waits in the call `what` until other ranks have entered the calls `needs`.
 
-    `is_after_failure` says whether the latest call of the rank may have failed.
+    `is_after_failure` says whether an earlier call of a program failed on this rank, and other
+    ranks may not know of the failure yet.
     """
 
     rank: int
@@ -78,8 +79,9 @@ class BlockedRank:
 class Deadlock:
     """A set of waiting ranks whose waits cannot end, because the ranks wait for each other.
 
-    All these ranks raise an error and count the calls as entered. A rank that enters one of these
-    collectives later does the same, because the collective can no longer complete.
+    All these ranks raise an error. They count the calls for which they waited as entered, so that
+    the numbers of later calls match on all ranks. A rank that enters one of these calls later also
+    raises the error, because the other ranks have left the call.
     """
 
     waits: tuple[BlockedRank, ...]
@@ -170,7 +172,8 @@ class WaitForGraph:
         """Publishes the wait of this rank; returns the deadlock of which the wait is a part, or
         None.
 
-        - `what`, `needs`: the call in which this rank waits, and the calls that the wait needs.
+        - `what`: the description of the call in which this rank waits.
+        - `needs`: the calls that other ranks must enter before the wait can end.
         - `entered`: the calls that this rank has entered.
         - `is_patient`: if True, assumes that another rank executes every call that it has entered.
           If False, a call that failed on the other rank counts as not entered.
@@ -203,11 +206,11 @@ class WaitForGraph:
         return None
 
     def stay(self, what: str, ranks: Iterable[int], entered: Mapping[Calls, int]) -> None:
-        """Publishes that this rank waits in `what` for announcements of `ranks` (that a rank leaves
-        or has failed), not for calls of `ranks`.
+        """Publishes that this rank waits, but not for calls of other ranks: it waits in `what`
+        until `ranks` announce that they leave or have failed.
 
         Such a wait blocks only ranks that need calls of this rank. These ranks detect a deadlock
-        themselves. Raises the errors of `watch`.
+        themselves. Raises `PeerError` if the process of one of `ranks` has ended.
         """
         self._post(_RankPosition(BlockedRank(self._rank, what, ()), dict(entered), (), self._ended))
         self._check_lives(what, ranks)
@@ -215,7 +218,8 @@ class WaitForGraph:
     def news(self) -> list[Deadlock]:
         """Returns the deadlocks that other ranks have published since the last call of this method.
 
-        Other ranks keep only their latest deadlocks. A deadlock may be returned twice.
+        Other ranks keep only their latest deadlocks. A deadlock may be returned twice, because each
+        of its ranks publishes it.
         """
         found: list[Deadlock] = []
         for rank in range(self._size):
@@ -236,10 +240,12 @@ class WaitForGraph:
     def _behind(
         self, mine: BlockedRank, entered: Mapping[Calls, int], peers: Mapping[int, _RankPosition]
     ) -> dict[int, BlockedRank]:
-        """Returns the waits of all ranks that wait, perhaps indirectly, for this rank, by rank.
+        """Returns a dictionary (rank -> wait) of all waits that cannot end before the wait `mine`
+        of this rank has ended.
 
-        None of these waits can end before the wait `mine` of this rank has ended. `entered` are the
-        calls of this rank, and `peers` the published positions of other ranks.
+        These are `mine` itself and the waits of all ranks that wait, perhaps indirectly, for this
+        rank. `entered` are the calls of this rank, and `peers` the published positions of other
+        ranks.
         """
         records = [*self._ended, *(d for p in peers.values() for d in p.ended)]
         ended = [w for deadlock in records for w in deadlock.waits]
@@ -259,7 +265,11 @@ class WaitForGraph:
         return deadlock
 
     def clear(self) -> None:
-        """Removes the wait of this rank from shared memory, but not its deadlocks."""
+        """Removes the wait of this rank from shared memory, because the wait has ended.
+
+        The deadlocks that this rank has published stay, because other ranks may not have read them
+        yet.
+        """
         if self._posted:
             self._post(_RankPosition(None, {}, (), self._ended))
             self._posted = b""

@@ -144,10 +144,12 @@ def watch(
 
 
 def killed_first(ends: list[End], count: int) -> list[End]:
-    """Selects from `ends` the processes to report: all crashes, or else only the first that ended.
+    """Selects from `ends` the processes to report: all that crashed, or else only the first that
+    ended.
 
-    Only the first is reported because the launcher kills the other ranks. The result is empty if
-    one signal, passed on by the launcher, has ended all `count` ranks.
+    A process crashed if a signal such as SIGABRT ended it. Otherwise only the first is reported,
+    because the launcher then kills the other ranks. The result is empty if one signal, passed on by
+    the launcher, has ended all `count` ranks.
     """
     crashed = [end for end in ends if end.signal in _CRASHES]
     signals = {end.signal for end in ends}
@@ -222,8 +224,8 @@ class MonitoredPage:
         return (own[1] if own else ""), "".join(texts[:1])
 
     def _wait(self, rank: int) -> list[Any] | None:
-        """Returns the fields of the `BlockedRank` that a rank has published; None if there is
-        none.
+        """Returns the last wait that a rank has published, as the list of the fields of
+        `BlockedRank`; None if there is none.
         """
         import json  # costs more than the whole start, and is needed at an end only
 

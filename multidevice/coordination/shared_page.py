@@ -38,13 +38,15 @@ def open_together(
 ) -> mmap.mmap | None:
     """Allocates `nbytes` of zeroed memory that all ranks of a team share.
 
-    The memory begins with an additional line, which contains a random key. Returns None on every
-    rank if the ranks do not all share a host and its process numbers.
+    An additional line precedes the memory. It has a random key, by which a rank checks that it has
+    opened the right file. Returns None on every rank if the ranks do not all share a host and its
+    process numbers.
 
     - `exchange`: sends a payload to all ranks of the team and returns all payloads. All ranks must
       call it.
     - `is_first`: whether this rank is the first of the team, which creates the file.
-    - `on_made`: called on the first rank with the file's descriptor, before it is closed.
+    - `on_made`: called on the first rank with the descriptor of the file, so that the caller can
+      duplicate the descriptor before it is closed.
     """
     nbytes += LINE_NBYTES
     fd = _create(nbytes) if is_first else -1

@@ -82,10 +82,11 @@ class RunSignature:
 
     - `parts`: texts; first the program as the user wrote it, then options, communications and
       sizes. The first `fixed` parts do not depend on the inputs.
-    - `inputs`: the name and the local extents of each tensor input.
-    - `numbers`: the names of inputs whose values may change from call to call.
-    - `where`: the user's source line of the tensor that is communicated.
-    - `ops`: the ops of the program.
+    - `inputs`: the name and the local extents of each input; a number has the extents ().
+    - `numbers`: the names of the scalar inputs whose values are not part of the signature, because
+      they may change from call to call.
+    - `where`: the user's source line of the first communication, for error messages.
+    - `ops`: the ops of the program, for error messages.
     - `traits`: for each input, other properties (such as strides) that the parts may depend on.
       Ranks may differ in these properties as long as their parts are equal.
     - `whole`: the names of inputs that are not divided over devices.
@@ -102,8 +103,8 @@ class RunSignature:
 
     @cached_property
     def digest(self) -> bytes:
-        """A hash of 16 bytes over the parts and the inputs; different signatures have different
-        hashes.
+        """A hash of 16 bytes over the parts and the inputs' extents, by which ranks compare
+        signatures.
         """
         found = hashlib.blake2b(digest_size=16)
         for part in (*self.parts, repr([sizes for _, sizes in self.inputs])):
@@ -140,8 +141,10 @@ Prepared = tuple[RunSignature, tuple[object, ...], Callable[[], T]]
 
 
 class Turns:
-    """A lock around the calls of a rank, which detects that several threads call at the same
-    time.
+    """A lock that a thread of a rank holds during each call of a program. It detects that several
+    threads call at the same time.
+
+    Such calls are an error, because other ranks could match them in another order.
     """
 
     def __init__(self) -> None:
@@ -302,9 +305,11 @@ class Channel:
         self._ran.setdefault(signature.definition, self._number)
 
     def doubt(self, error: BaseException) -> None:
-        """Records that a call failed on this rank with the exception `error`.
+        """Records that a call failed on this rank with the exception `error`. Records nothing if
+        all ranks know of the error.
 
         The other ranks may not know of the failure, and may have communicated more than this rank.
+        Before the next call, the ranks therefore exchange messages and adopt equal call counts.
         """
         if self._is_agreed:
             self._is_agreed = False
@@ -328,12 +333,13 @@ class Channel:
         raise error
 
     def _say_exchange(self, signature: RunSignature | None) -> None:
-        """Waits until all ranks are in this call and know that they must exchange their signatures.
+        """Waits until all ranks of the team are in this call and know that they must exchange their
+        signatures.
 
-        Some ranks may still be in an earlier call that failed on this rank. This rank waits for
-        these ranks, and they wait for this rank: a deadlock, which ends their earlier call with an
-        error. Then this rank waits again, because its call token must not be matched with a later
-        call of the other ranks.
+        If an earlier call failed on this rank, other ranks may still wait in that call. They wait
+        for this rank, and this rank waits for them. This deadlock is detected, and ends the earlier
+        call of the other ranks with an error. This rank then announces itself again, and waits
+        until the others have come to this call.
         """
         for _ in self._team:
             try:
@@ -344,11 +350,12 @@ class Channel:
         self._all_say(_EXCHANGE, signature)
 
     def _stay(self, error: DeadlockError) -> None:
-        """Raises the deadlock `error` again, unless the deadlock only ends an earlier call of
-        another rank. In that case returns, and this rank waits in its call again.
+        """Decides after the deadlock `error` whether this rank waits in its call again: returns if
+        so, and raises `error` if not.
 
-        A deadlock ends an earlier call if two conditions hold: a call of one of its ranks has
-        failed before, and all its ranks wait inside runs or in calls of this team.
+        The rank waits again if the deadlock only ends an earlier call of other ranks. This is so if
+        two conditions hold: a call of one of the ranks in the deadlock has failed before, and all
+        these ranks wait inside runs or in calls of this team.
         """
         keys = {key for found in error.keys.values() for key in found} - self._keys
         if not error.is_after_failure or any(kind in _AMONG_RANKS for kind, _, _ in keys):
@@ -459,8 +466,9 @@ class Channel:
     ) -> bool:
         """Compares the descriptions of all ranks; raises an error if the ranks do not agree.
 
-        `statements` are the descriptions. `out_of_step` says which call counts differed. Returns
-        whether all ranks are in this call.
+        `statements` are the descriptions. `out_of_step` is a text about call counts that differed
+        after an earlier error, "" if none did. Returns False if another rank is still in an earlier
+        call, otherwise True.
         """
         calls = [s["calls"] for s in statements]
         if self._calls < max(calls):
@@ -620,8 +628,10 @@ class Channel:
 
 
 def _is_equal_on_all(error: BaseException) -> bool:
-    """Returns whether all ranks of the team raise this error of an exchange, and not only this
-    rank.
+    """Returns whether `error`, which ended an exchange of signatures, is raised on all ranks of the
+    team.
+
+    A timeout or a deadlock may end the exchange on some ranks only.
     """
     return isinstance(error, FuserError) and not isinstance(
         error, (CommunicationTimeout, DeadlockError)
@@ -681,12 +691,16 @@ def counts_of(control: Control) -> dict[Calls, int]:
 def realign(
     control: Control, team: Team, counts: Sequence[dict[Calls, int]], *, has_failed: bool
 ) -> str:
-    """Sets the call counts of all ranks of a team to the largest count of any rank.
+    """Sets this rank's call counts to the largest count of any rank of the team. All ranks of the
+    team do the same, so that their counts are equal again.
 
     Counts differ after a call that failed on some ranks. `counts` has each rank's result of
     `counts_of`. Returns a text about a sequence of calls whose counts differed, "" if there was
-    none. In programs written by hand, a send may come long before its receive. Therefore different
-    counts of transfers are an error only if a call `has_failed`.
+    none.
+
+    Different counts of sends and receives are only corrected if a call `has_failed`. In programs
+    written by hand, a send may come long before its receive, so that the counts may differ without
+    an error.
     """
     told = dict(zip(team, counts, strict=True))
     text = ""

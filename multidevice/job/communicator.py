@@ -148,8 +148,8 @@ class Communicator:
         return channel is None or channel.shares_memory
 
     def have_access(self, device: torch.device) -> bool:
-        """Returns whether the ranks of this host can map each other's memory on devices like
-        `device`.
+        """Returns whether the ranks of this host can map each other's memory on devices of the same
+        type as `device` (CPU or CUDA).
         """
         if device.type != "cuda" or not self.is_real():
             return True
@@ -163,7 +163,8 @@ class Communicator:
         return is_mappable and all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
 
     def begin_run(self, team: Team) -> None:
-        """Counts a run of a host program on a team, and frees memory that is no longer used.
+        """Counts one more run of a host program that the ranks of `team` run together, and frees
+        memory of peer copies that is no longer used.
 
         All ranks of the team begin the same number of runs. The count prevents that a later run
         receives messages of a failed run.
@@ -182,8 +183,8 @@ class Communicator:
     def agree(
         self, error: BaseException | None, digest: bytes = b"", *, team: Team | None = None
     ) -> None:
-        """Returns when no rank of the team has an error and all digests (at most 16 bytes) are
-        equal.
+        """Waits for all ranks of a team; returns if no rank has an error and all digests (at most
+        16 bytes) are equal.
 
         If `team` is None, the team has all ranks.
 
@@ -207,7 +208,8 @@ class Communicator:
         call.
 
         Device numbers that are no ranks of the job are left out. Returns None if this rank needs to
-        agree with no other rank.
+        agree with no other rank. Raises `CommunicationError` in a process that was forked from a
+        rank.
         """
         if len(_ancestors) > self._ancestors and self.size() > 1:
             raise CommunicationError(
@@ -222,7 +224,7 @@ class Communicator:
         return self._channels[devices]
 
     def drain(self) -> None:
-        """Waits, within the deadline, for communications that devices still execute.
+        """Waits, with a deadline, until the communications that this rank has started are complete.
 
         Called before this process leaves the job.
         """

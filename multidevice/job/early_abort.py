@@ -86,10 +86,11 @@ _PASS_ON_S = 0.2
 
 
 def user_frames(error: BaseException, trace: TracebackType | None) -> str | None:
-    """Returns the part of a traceback that is the user's code, as text, if that part is enough.
+    """Returns the user's part of a traceback as text, or None if the whole traceback must be
+    printed.
 
-    The part is enough for an error whose message explains the problem. Returns None for all other
-    errors, whose whole traceback is needed:
+    The user's part is enough for an error of this project, because its message explains the
+    problem. The whole traceback is needed for two kinds of errors:
 
     - errors that this project does not define, and errors caused by these;
     - errors with a script that reproduces them.

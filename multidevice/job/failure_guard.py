@@ -51,11 +51,12 @@ _ON_DEVICES = ("nccl", "cuda")
 
 
 class _ExitRequest(SystemExit):
-    """A SystemExit that detects, when the exception object is destroyed, whether the exception has
-    ended the interpreter.
+    """The SystemExit that `sys.exit` raises on a rank. It detects whether it has ended the
+    interpreter, and only then records the exit code.
 
-    An exception that user code catches is destroyed inside a Python frame. An exception that ends
-    the program is destroyed in the interpreter's exit code, without any frame.
+    The test is made when the exception object is destroyed. An exception that user code catches is
+    destroyed inside a Python frame. An exception that ends the program is destroyed in the
+    interpreter's exit code, without any frame.
     """
 
     def __init__(self, code: object, record: Callable[[object], None]) -> None:
@@ -70,12 +71,12 @@ class _ExitRequest(SystemExit):
 
 
 def _terminal() -> TextIO:
-    """Returns the stream for the last message of this process: the real stderr, if sys.stderr is a
-    buffer.
+    """Returns the stream for the last message of this process: sys.stderr, or the real stderr if a
+    buffer has replaced sys.stderr.
 
-    Another hook, such as that of torch.distributed, may collect the text written to sys.stderr
-    until this module's hook returns. This module's hook ends the process, so that such text would
-    be lost.
+    Another hook, such as that of torch.distributed, may collect in a buffer the text written to
+    sys.stderr until this module's hook returns. But this module's hook ends the process, so the
+    collected text would be lost.
     """
     collects = isinstance(sys.stderr, io.StringIO)
     return sys.__stderr__ if collects and sys.__stderr__ is not None else sys.stderr
@@ -169,12 +170,12 @@ class Guard:
             self._end(text, 130 if kind is KeyboardInterrupt else 1, frames or "", ranks)
 
     def _is_told_by_another(self, error: BaseException) -> bool:
-        """Returns whether another rank has already reported `error`, if several ranks have this
-        error.
+        """Returns whether this rank need not report `error`, because another rank with the same
+        error has reported it or another failure.
 
-        Only the first of these ranks reports the error, so that it is printed once. Any other of
-        these ranks waits here up to a second for the report. Returns False on the first of them,
-        and for an error of this rank alone.
+        If several ranks have the same error, only the first of them reports it, so that it is
+        printed once. Each of the others waits here up to a second for this report. Returns False at
+        once on the first of these ranks, and for an error of this rank alone.
         """
         control = self._control
         ranks = error.ranks if isinstance(error, FuserError) else ()

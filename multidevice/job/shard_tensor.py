@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def _swapped(first: object, second: object) -> str:
-    """Returns the error for a tensor of the fusion that is passed before the torch tensor, else
-    "".
+    """Returns the error message if the two arguments of `shard_tensor` are in the wrong order; ""
+    if they are not.
     """
     import torch
 
@@ -49,7 +49,8 @@ def _swapped(first: object, second: object) -> str:
 def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) -> torch.Tensor:
     """Returns this rank's shard of `tensor`, which is the whole value of the fusion's tensor `tv`.
 
-    The shard is dense in the memory order that `tv` declares; an expanded axis has one element.
+    The shard is dense in the memory order that `tv` declares. All elements along an expanded axis
+    share memory.
 
     The shard may be a view of `tensor`: for example if `tensor` is contiguous and cut along its
     first axis, or not cut at all. A write into the shard or the tensor is then visible in both.
@@ -79,9 +80,10 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) ->
 
 
 def _placement_of(tv: TensorView) -> str:
-    """Returns the part of a message that says how to read the placement of an output.
+    """Returns the part of an error message that says how to read the placement of the output `tv`
+    after a run.
 
-    Returns "" for a result that is not an output, because only outputs can be asked for.
+    Returns "" if `tv` is not an output, because only the placements of outputs can be read.
     """
     shown = [out for out in tv.fusion.outputs if not tv.fusion.is_hidden(out)]
     position = next((i for i, out in enumerate(shown) if out is tv), None)
@@ -115,8 +117,8 @@ def shard_for_rank(
 def in_declared_order(tv: TensorView, shard: torch.Tensor) -> torch.Tensor:
     """Returns the torch tensor `shard` in the memory order that the fusion's tensor `tv` declares.
 
-    The result is dense; an expanded axis has one element. Returns `shard` itself if it already has
-    this layout, otherwise a copy.
+    The result is dense; all elements along an expanded axis share memory. Returns `shard` itself if
+    it already has this layout, otherwise a copy.
     """
     # The axes in memory order, outermost first. An allocation of other axes than the logical ones
     # defines no order.
@@ -233,7 +235,11 @@ def _merge_back(view: torch.Tensor, steps: list[tuple[int, int]]) -> torch.Tenso
 
 
 class LocalDeviceMesh(IrDeviceMesh):
-    """A mesh: ranks of the job arranged in 1 to 3 dimensions; mesh_x is the last dimension."""
+    """A mesh: ranks of the job, arranged in 1 to 3 dimensions, over which tensors are divided.
+
+    The last dimension is named mesh_x. This subclass adds the method that needs the rank of this
+    process.
+    """
 
     @checked
     def shard_tensor(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
@@ -251,8 +257,11 @@ class LocalDeviceMesh(IrDeviceMesh):
 
 
 def shard_along(tensor: torch.Tensor, axis: int, mesh: IrDeviceMesh, rank: int) -> torch.Tensor:
-    """Cuts `tensor` along `axis` into one part per device of `mesh`; returns the part of rank
+    """Cuts `tensor` along `axis` into one equal part per device of `mesh`; returns the part of rank
     `rank`.
+
+    A rank outside the mesh gets the first part. Raises `ShardingError` if the axis does not exist,
+    or if the mesh's size does not divide its extent.
     """
     if not -tensor.dim() <= axis < tensor.dim():
         raise ShardingError(

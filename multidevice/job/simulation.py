@@ -138,8 +138,10 @@ def simulate(size: int) -> Generator[World, None, None]:
 
 
 def _first_real(errors: list[BaseException]) -> BaseException:
-    """Returns the first error that is not a `PeerError`, because a `PeerError` follows from another
-    error.
+    """Returns the first error that is not a `PeerError`, because a `PeerError` only reports the
+    error of another rank.
+
+    If all errors are `PeerError`, returns the first of them.
     """
     for error in errors:
         if not isinstance(error, PeerError):
