@@ -399,10 +399,15 @@ def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
     except ZeroDivisionError:
         return 0
     except KeyError as error:
-        raise InputError(
-            f"the extent {x} cannot be computed, because no input determines {error.args[0]}: "
-            f"define {error.args[0]} as a scalar input"
-        ) from None
+        raise undetermined(x, [str(error.args[0])]) from None
+
+
+def undetermined(x: Scalar, missing: Sequence[str]) -> InputError:
+    """Returns the error for an extent `x` whose symbols `missing` no input determines."""
+    return InputError(
+        f"the extent {x} cannot be computed, because no input determines {', '.join(missing)}: "
+        "pass an input with this extent, or define it as a scalar input"
+    )
 
 
 def bind_inputs(fusion: Fusion, arguments: Sequence[Argument]) -> Values:

@@ -56,7 +56,7 @@ Dims = tuple[int | None, ...]
 
 
 def _swapped(first: object, second: object) -> str:
-    """Returns the error for a mesh that is passed before the tensor, else ""."""
+    """Returns the error message if a mesh is passed before the tensor; "" if not."""
     if not (isinstance(first, DeviceMesh) and isinstance(second, TensorView)):
         return ""
     return (

@@ -7,12 +7,12 @@ from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
+from fuser.ir.binding import undetermined
 from fuser.ir.domain.tensor_domain import IterDomain
 from fuser.ir.fusion import Fusion
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.compiled import Computed
 from fuser.ir.scalar.constructors import Scalar, Symbol
-from fuser.support.errors import InputError
 
 
 class Facts(NamedTuple):
@@ -40,11 +40,7 @@ class Facts(NamedTuple):
                 return int(sc.evaluate(form, self.sizes))
             except KeyError:
                 continue
-        missing = [s.name for s in sc.symbols(x) if s not in self.sizes]
-        raise InputError(
-            f"the extent {x} cannot be computed, because no input determines {', '.join(missing)}: "
-            "pass an input with this extent, or define it as a scalar input"
-        )
+        raise undetermined(x, [s.name for s in sc.symbols(x) if s not in self.sizes])
 
     def numel(self, fusion: Fusion, axes: Iterable[IterDomain]) -> int:
         """Returns the product of the extents of several axes; a broadcast axis has extent 1."""

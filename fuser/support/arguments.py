@@ -532,8 +532,8 @@ def refuses_swapped(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Returns a decorator for functions of which users often swap the first two arguments.
 
-    For two arguments in the wrong order, `swapped` returns the error, which says to swap them; else
-    "".
+    For two arguments in the wrong order, `swapped` returns the error message, which says to swap
+    them; otherwise "".
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

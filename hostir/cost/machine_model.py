@@ -240,8 +240,7 @@ def _read(name: str, value: Any) -> Any:
             if key not in _KEYS[name]:
                 expected = ", ".join(_KEYS[name])
                 raise InputError(
-                    f"a machine's table {name} cannot have an entry {key!r}: its entries are "
-                    f"{expected}"
+                    f"the table {name} cannot have an entry {key!r}: its entries are {expected}"
                 )
         return _frozen({**default, **table})  # pyright: ignore[reportUnknownArgumentType]
     return value

@@ -26,7 +26,7 @@ from fuser.ir.domain.tensor_domain import (
 from fuser.ir.dtypes import FROM_TEXT, DataType, category, is_inexact
 from fuser.ir.fusion import Alias, Fusion, TensorOp, TensorView, tensor_text
 from fuser.ir.op import Op, value_text
-from fuser.ir.ops import attention_ops, lookup, nodes
+from fuser.ir.ops import attention_ops, lookup, matrix_products, nodes, scan_ops
 from fuser.ir.provenance import read_origin
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar, Symbol
@@ -786,7 +786,7 @@ ATTRIBUTES: dict[str, Attribute] = {
 # The text templates of ops as grammar: words to match, fields to read.
 
 # The modules that declare tensor ops; importing them registers all ops that a text may name.
-DECLARING = (attention_ops, lookup, nodes)
+DECLARING = (attention_ops, lookup, matrix_products, nodes, scan_ops)
 
 
 @record
