@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import takewhile, zip_longest
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from fuser.ir.axis_graph import mapped_axes
@@ -34,7 +33,6 @@ from multidevice.sharding.placement import (
     placement,
     step_parts,
     stream_axis_of,
-    without_streams,
 )
 from multidevice.sharding.propagation import is_from_devices
 from multidevice.sharding.queries import (
@@ -492,103 +490,3 @@ def replace_operand(op: TensorOp, index: int, new: TensorView) -> TensorOp:
                 changes[f.name] = (*values[:at], new, *values[at + 1 :])
     assert len(changes) == 1, f"{op} has no operand {index}"
     return op.replace(**changes)
-
-
-def split_copies(fusion: Fusion, copies: Copies) -> None:
-    """Rewrites every copy as a chain of copies that each change the division along one mesh
-    dimension.
-
-    `copies` supplies copies that exist already. In the example, a stream loop computes one block of
-    x per step, and the devices divide each block. So a device has parts of several blocks, and the
-    chain first gathers each block in its step of the loop:
-
-        y [N] = set(x [stream(N), DIDx])   ->   t [stream(N)] = set(x), y = set(t)
-    """
-    for op in fusion.exprs:
-        if not is_copy(op) or exchanged_axes(op) is not None:
-            continue
-        at, out = op.inputs[0], op.out_tensor
-        if at.mesh != out.mesh:
-            continue
-        steps = plan_steps(placement(at), placement(out))
-        for cuts in steps:
-            at = copies.get(at, out.mesh, cuts, before=op)
-        if steps:
-            fusion.replace_expr(op, [op.replace(inp=at)])
-
-
-def plan_steps(source: Placement, target: Placement) -> list[Placement]:
-    """Returns the placements through which a copy passes from `source` to `target`, excluding both.
-
-    A placement lists, for each axis, its divisions (cuts) over devices and the iterations of a
-    stream loop, outermost first. From one placement to the next, the division along one mesh
-    dimension is removed or added:
-
-    - First, dimensions are added to axes that need nothing removed, so that less data is gathered
-      later.
-    - Then dimensions are removed, inner cuts before outer cuts, mesh_x first.
-    - Then the remaining dimensions are added, outer cuts first.
-
-    If a division over devices is removed inside the blocks of a stream, the stream remains, and its
-    steps have the same blocks on all these devices.
-    """
-    changing = _changing_types(source, target)
-    now = [without_streams(cuts) for cuts in source]
-    steps: list[Placement] = []
-
-    def add(position: int, cuts: Cuts) -> None:
-        now[:] = map(without_streams, now)
-        now[position] = cuts
-        steps.append(tuple(now))
-
-    dropped = {c.ptype for cuts in source for c in cuts if c.ptype in changing}
-    late: list[tuple[int, Cuts]] = []
-    for position, depth in ((p, k) for p, cuts in enumerate(target) for k in range(len(cuts))):
-        cuts = target[position][: depth + 1]
-        if cuts[-1].ptype not in changing:
-            continue
-        others = {c.ptype for p, mine in enumerate(now) if p != position for c in mine}
-        is_free = dropped.isdisjoint(c.ptype for c in (*now[position], cuts[-1]))
-        is_one_loop = not any(p.is_stream for p in others.intersection(c.ptype for c in cuts))
-        if is_free and is_one_loop and now[position] == without_streams(cuts[:-1]):
-            add(position, cuts)
-        else:
-            late.append((position, cuts))
-    for ptype in _drop_order(source, dropped):
-        now[:] = (_without(ptype, cuts) for cuts in now)
-        steps.append(tuple(now))
-    for position, cuts in late:
-        add(position, cuts)
-    if steps and steps[-1] in (target, tuple(map(without_streams, target))):
-        steps.pop()
-    return steps
-
-
-def _changing_types(source: Placement, target: Placement) -> set[ParallelType]:
-    found: set[ParallelType] = set()
-    for mine, wanted in zip(source, target, strict=True):
-        sides = [
-            [replace(c, whole=False, swizzle=None) for c in without_streams(cuts)]
-            for cuts in (mine, wanted)
-        ]
-        depth = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip_longest(*sides)))
-        found |= {c.ptype for side in sides for c in side[depth:] if c.ptype.is_device}
-    return found
-
-
-def _without(ptype: ParallelType, cuts: Cuts) -> Cuts:
-    """Returns the divisions `cuts` of one axis without the division along the mesh dimension
-    `ptype`.
-
-    Divisions inside of the removed one are removed, too. If no division is along `ptype`, an
-    innermost division into steps of a stream loop is removed instead. A loop that remains no longer
-    starts at a block that depends on the device's coordinate along `ptype`.
-    """
-    depth = next((k for k, c in enumerate(cuts) if c.ptype is ptype), None)
-    kept = without_streams(cuts) if depth is None else cuts[:depth]
-    return tuple(replace(c, swizzle=None) if c.swizzle is ptype else c for c in kept)
-
-
-def _drop_order(source: Placement, dropped: set[ParallelType]) -> list[ParallelType]:
-    depth = {c.ptype: d for cuts in source for d, c in enumerate(cuts)}
-    return sorted(dropped, key=lambda p: (-depth[p], DEVICE_TYPES.index(p)))

@@ -173,6 +173,12 @@ def _communicate(op: Reshard, tensors: dict[int, Local]) -> None:
             flat = torch.cat(parts)
             assert moved is not None
             shape[moved] *= len(team)
+        elif kind == "AllToAll":
+            # The i-th block of every buffer goes to the i-th rank of the team.
+            flat = torch.cat([part.chunk(len(team))[team.index(rank)] for part in parts])
+            assert op.source is not None and moved is not None
+            shape[op.source] *= len(team)
+            shape[moved] //= len(team)
         else:
             assert op.reduction is not None
             flat = parts[0]

@@ -31,6 +31,7 @@ from multidevice.sharding.reshard import (
     is_exchange,
     is_step_slice,
     moved_axes,
+    position_map,
 )
 from multidevice.sharding.streams import (
     StepMemory,
@@ -39,7 +40,7 @@ from multidevice.sharding.streams import (
     steps_outermost,
     stream_axis,
 )
-from multidevice.transports.base.collectives import COLLECTIVES
+from multidevice.transports.base.collectives import ALL_TO_ALL, COLLECTIVES
 
 
 def lay_out_communication(fusion: Fusion) -> None:
@@ -80,39 +81,55 @@ def communicated(fusion: Fusion) -> set[TensorView]:
     return found
 
 
-def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list[int]:
-    """Returns the memory order that a collective needs for `tv`: the axis `axis` outermost.
+def _required_order(tv: TensorView, first: tuple[int, ...], *, in_steps: bool) -> list[int]:
+    """Returns the memory order that a collective needs for `tv`: the axes `first` outermost.
 
-    The order is a list of axis positions, outermost first. The present order is returned if it
-    serves as well: if `axis` is None, or if `axis` or every axis outside of it has only one
-    element. If `in_steps` is True, the collective sends one block of `tv` per iteration of a loop
-    on the host, and the axes of such a block are examined instead of those of `tv`.
+    Both lists have axis positions, outermost first. The present order is returned if it serves as
+    well, because it differs only in the positions of axes with one element. If `in_steps` is True,
+    the collective sends one block of `tv` per iteration of a loop on the host, and the axes of such
+    a block are examined instead of those of `tv`.
     """
     order = [p for p, _ in memory_order(tv)]
-    if axis is None:
-        return order
-    before = (is_single(tv, p, in_steps=in_steps) for p in order[: order.index(axis)])
-    if is_single(tv, axis, in_steps=in_steps) or all(before):
-        return order
-    return [axis, *(p for p in order if p != axis)]
+    wanted = [*first, *(p for p in order if p not in first)]
+    return order if _are_same_memory(tv, order, wanted, in_steps=in_steps) else wanted
 
 
-def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:
+def _are_same_memory(tv: TensorView, a: list[int], b: list[int], *, in_steps: bool) -> bool:
+    """Returns whether the axis orders `a` and `b` of `tv` differ only in axes with one element."""
+    several = {p for p in a if not is_single(tv, p, in_steps=in_steps)}
+    return [p for p in a if p in several] == [p for p in b if p in several]
+
+
+def _outermost_axes(op: Reshard) -> tuple[tuple[int, ...], int | None]:
     """Returns the axes of operand and result that must be outermost in memory for a collective.
 
-    For an allgather, for example, this is the gathered axis, because each rank's part must be
-    contiguous in the result. An entry is None if no axis of that tensor must be outermost.
+    - Allgather and reduce-scatter: the gathered or scattered axis, because the part of each rank
+      must be contiguous.
+    - AllToAll: in the operand the axis that becomes divided, because each of its blocks is sent to
+      another rank, and inside of it the axis that is divided before. In the result this axis is
+      outermost, because each rank sends one block of it.
+
+    The first entry is () and the second one None if no axis must be outermost.
     """
-    row = COLLECTIVES.get(communication_type(op))
-    return moved_axes(op) if row is not None and row.growth else (None, None)
+    kind = communication_type(op)
+    row = COLLECTIVES.get(kind)
+    if kind == ALL_TO_ALL.name and not is_exchange(op):
+        assert op.source is not None and op.target is not None, f"{op} moves no division"
+        to_out = position_map(op)
+        receiver = next(p for p, q in to_out.items() if q == op.target)
+        return (receiver, op.source), to_out[op.source]
+    if row is None or not row.growth:
+        return (), None
+    source, target = moved_axes(op)
+    return () if source is None else (source,), target
 
 
 def _fit_producer(memory: StepMemory, op: Reshard) -> Reshard:
     fusion, operand = memory.fusion, op.inp
     scatters = scatters_steps(op)
     in_steps = scatters or (stream_axis(op.out) is not None and not is_device_to_stream(op))
-    axis = None if scatters else _outermost_axes(op)[0]
-    order = _required_order(operand, axis, in_steps=in_steps)
+    first = () if scatters else _outermost_axes(op)[0]
+    order = _required_order(operand, first, in_steps=in_steps)
     order = steps_outermost(operand, order) if in_steps else order
     is_dense = not in_steps or memory.is_dense(operand, order)
     if order == [p for p, _ in memory_order(operand)] and is_contiguous(operand) and is_dense:
@@ -170,6 +187,9 @@ def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
     order = steps_outermost(out, order)
     is_dense = not in_steps or memory.is_dense(out, order)
     current = [p for p, _ in memory_order(out)]
+    is_all_to_all = communication_type(op) == ALL_TO_ALL.name
+    if is_all_to_all and _are_same_memory(out, order, current, in_steps=in_steps):
+        order = current
     if order == current and is_contiguous(out) and is_dense:
         return
     if not out.domain.allocation and is_contiguous(out) and is_dense:

@@ -30,6 +30,7 @@ from multidevice.sharding.passes.partial_sums import (
     factor_spread_reductions,
     reduces_one_device_axis,
 )
+from multidevice.sharding.passes.redistribute import form_exchanges, split_copies
 from multidevice.sharding.placement import (
     SPREAD_TYPES,
     Cuts,
@@ -59,7 +60,7 @@ from multidevice.sharding.queries import (
     is_resharding,
     partial_sum_axes,
 )
-from multidevice.sharding.reshard import Copies, as_reshard, check_lowerable, split_copies
+from multidevice.sharding.reshard import Copies, as_reshard, check_lowerable
 from multidevice.sharding.streams import keep_computable_streams, slice_operands
 
 
@@ -97,6 +98,7 @@ def complete_steps(fusion: Fusion, copies: Copies) -> None:
     exchange_partial_sums(fusion)
     split_copies(fusion, copies)
     copies.drop_unused()
+    form_exchanges(fusion)
     keep_computable_streams(fusion)
     slice_operands(fusion)
     name_reshardings(fusion)

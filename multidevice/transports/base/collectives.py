@@ -165,6 +165,7 @@ ALL_TO_ALL = _row(
         sharing="never",
         bus=_spread,
         block=lambda inp, out, n: inp / n,
+        reshards=True,
     )
 )
 BROADCAST = _row(

@@ -45,13 +45,15 @@ CASES = {
         (3, 4, 5), (12, 5), (2, 2), {1: [Y, X]}, sent=("Allgather",) * 2
     ),
     "the outer of two cuts is kept": Case((8, 5), (2, 4, 5), (2, 2), {0: [Y, X]}, kept={Y: 0}),
-    "the user cuts both sides": Case((2, 4, 5), (8, 5), (2,), {1: [X]}, {0: [X]}),
+    "the user cuts both sides": Case(
+        (2, 4, 5), (8, 5), (2,), {1: [X]}, {0: [X]}, sent=("AllToAll",)
+    ),
     "the result alone is cut": Case((2, 4, 5), (8, 5), (2,), {}, {0: [X]}, sent=()),
     "the result is cut otherwise": Case((3, 4, 5), (12, 5), (2,), {}, {0: [X]}, sent=()),
     "an inner piece of the result is cut": Case((12, 5), (3, 4, 5), (2,), {}, {1: [X]}, sent=()),
     "an inner piece, from a cut": Case((12, 5), (3, 4, 5), (2,), {0: [X]}, {1: [X]}),
     "cuts change sides": Case(
-        (4, 4, 5), (16, 5), (2, 2), {0: [X], 1: [Y]}, {0: [Y]}, ("Allgather",) * 2
+        (4, 4, 5), (16, 5), (2, 2), {0: [X], 1: [Y]}, {0: [Y]}, ("Allgather", "AllToAll")
     ),
 }
 

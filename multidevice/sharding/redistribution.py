@@ -1,0 +1,252 @@
+"""Redistribution: the cheapest sequence of communications that changes a tensor's placement.
+
+The placement of a tensor says along which mesh dimensions its axes are divided. One communication
+changes the division along one mesh dimension:
+
+    x [DIDx(M), N]  ->  [M, N]            gather: an allgather
+    x [M, N]        ->  [DIDx(M), N]      slice: each device keeps its block, nothing is sent
+    x [DIDx(M), N]  ->  [M, DIDx(N)]      move: an all-to-all
+
+Only the innermost division of an axis can change, because the blocks inside it would be others.
+`plan_steps` searches all sequences of these steps; see `PlanCost` for what the cheapest one is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import count, takewhile, zip_longest
+from math import prod
+
+from fuser.ir.types import DEVICE_TYPES, ParallelType
+from multidevice.sharding.placement import Cuts, Placement, without_streams
+
+
+@dataclass(frozen=True, order=True)
+class PlanCost:
+    """The cost of a sequence of changes of placement; costs are compared field by field, in order.
+
+    - `sent`: the elements that each device sends, as a fraction of the elements of the whole
+      tensor.
+    - `communications`: the number of communications.
+    - `held`: the elements of all intermediate tensors on one device, as such a fraction.
+    - `slices`: the number of local slices.
+
+    The fractions do not depend on the extents of the tensor, so a plan is valid for all sizes, and
+    all ranks find the same one.
+    """
+
+    sent: Fraction = Fraction(0)
+    communications: int = 0
+    held: Fraction = Fraction(0)
+    slices: int = 0
+
+    def __add__(self, other: PlanCost) -> PlanCost:
+        return PlanCost(
+            self.sent + other.sent,
+            self.communications + other.communications,
+            self.held + other.held,
+            self.slices + other.slices,
+        )
+
+
+def plan_steps(
+    source: Placement, target: Placement, copied: Collection[int] = ()
+) -> list[Placement]:
+    """Returns the placements through which a copy passes from `source` to `target`, excluding both.
+
+    A placement lists, for each axis, its divisions (cuts) over devices and the iterations of a
+    stream loop, outermost first. From one placement to the next, the division along one mesh
+    dimension is removed, added, or moved to another axis. The sequence is the cheapest one by
+    `PlanCost`. If one of the placements has iterations of a stream loop, dimensions are only removed
+    and added, because an all-to-all has no form for the steps of such a loop. `copied` has the
+    positions of broadcast axes: each device stores their only element, so their division never
+    costs a communication.
+    """
+    if any(not cut.ptype.is_device for cuts in (*source, *target) for cut in cuts):
+        return _steps_of_streams(source, target)
+    return list(_cheapest(source, target, frozenset(copied)))
+
+
+def moved_axes_of(source: Placement, target: Placement) -> tuple[int, int] | None:
+    """Returns (axis before, axis after) if `target` is `source` with one division moved: an
+    all-to-all.
+
+    The innermost division of one axis is then the innermost one of another axis. Returns None if
+    the placements differ in another way.
+    """
+    old, new = _blocks(source), _blocks(target)
+    differing = [p for p, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+    for before, after in (differing, differing[::-1]) if len(differing) == 2 else ():
+        is_gone = old[before] and old[before][:-1] == new[before]
+        is_new = new[after] and new[after][:-1] == old[after]
+        if is_gone and is_new and old[before][-1] == new[after][-1]:
+            return before, after
+    return None
+
+
+def _blocks(placement: Placement) -> tuple[tuple[tuple[ParallelType, object], ...], ...]:
+    """Returns the parallel type and number of blocks of each cut: equal for equal blocks."""
+    return tuple(tuple((c.ptype, c.count) for c in cuts) for cuts in placement)
+
+
+# ------------------------------------------------------------------ the search
+@lru_cache(maxsize=4096)
+def _cheapest(
+    source: Placement, target: Placement, copied: frozenset[int]
+) -> tuple[Placement, ...]:
+    """Returns the intermediate placements of the cheapest sequence (Dijkstra's algorithm)."""
+    order, goal = count(), _blocks(target)
+    queue: list[tuple[PlanCost, int, Placement, tuple[Placement, ...]]] = [
+        (PlanCost(), 0, source, ())
+    ]
+    done: set[object] = set()
+    while queue:
+        cost, _, at, passed = heapq.heappop(queue)
+        if _blocks(at) == goal:
+            return passed[1:]
+        if _blocks(at) in done:
+            continue
+        done.add(_blocks(at))
+        for step, after in _changes(at, source, target, copied):
+            # The last tensor must exist in any case, so holding it costs nothing.
+            held = PlanCost() if _blocks(after) == goal else PlanCost(held=_share(after, copied))
+            heapq.heappush(queue, (cost + step + held, next(order), after, (*passed, at)))
+    raise AssertionError(f"no sequence of communications leads from {source} to {target}")
+
+
+def _share(placement: Placement, copied: frozenset[int]) -> Fraction:
+    """Returns the fraction of a tensor's elements that one device has."""
+    return Fraction(1, prod(_number(c) for p, c in enumerate(placement) if p not in copied))
+
+
+def _changes(
+    at: Placement, source: Placement, target: Placement, copied: frozenset[int]
+) -> Iterator[tuple[PlanCost, Placement]]:
+    """Yields each placement that one communication or local slice makes of `at`, with its cost."""
+    share, used = _share(at, copied), {c.ptype for cuts in at for c in cuts}
+    for ptype in (p for p in DEVICE_TYPES if p not in used):
+        for _, after in _divided_by(ptype, at, source, target):
+            yield PlanCost(slices=1), after
+    for axis, cuts in enumerate(at):
+        if not cuts:
+            continue
+        last, without = cuts[-1], _put(at, axis, cuts[:-1])
+        if axis in copied:
+            yield PlanCost(slices=1), without
+            continue
+        yield PlanCost(share * (last.devices - 1), communications=1), without
+        sent = share * Fraction(last.devices - 1, last.devices)
+        for to, after in _divided_by(last.ptype, without, source, target):
+            if to != axis and to not in copied:
+                yield PlanCost(sent, communications=1), after
+
+
+def _divided_by(
+    ptype: ParallelType, at: Placement, source: Placement, target: Placement
+) -> Iterator[tuple[int, Placement]]:
+    """Yields (axis, placement) for each axis that the mesh dimension `ptype` may divide: `at` with
+    `ptype` as the innermost division of this axis.
+
+    An axis is divided only along mesh dimensions that divide it in `source` or in `target`, and
+    into no other number of blocks than these allow, because its extent may not be divisible.
+    """
+    for axis, have in enumerate(at):
+        for wanted in (target[axis], source[axis]):
+            depth = next((k for k, c in enumerate(wanted) if c.ptype is ptype), None)
+            if depth is None or _number(wanted) % (_number(have) * wanted[depth].devices):
+                continue
+            is_same = _blocks((wanted[:depth],)) == _blocks((have,))
+            cut = replace(wanted[depth], whole=wanted[depth].whole and is_same)
+            yield axis, _put(at, axis, (*have, cut))
+            break
+
+
+def _number(cuts: Cuts) -> int:
+    """Returns the number of blocks into which the divisions `cuts` of an axis divide it."""
+    return prod(cut.devices for cut in cuts)
+
+
+def _put(placement: Placement, axis: int, cuts: Cuts) -> Placement:
+    return (*placement[:axis], cuts, *placement[axis + 1 :])
+
+
+# ------------------------------------------------------------------ with stream loops
+def _steps_of_streams(source: Placement, target: Placement) -> list[Placement]:
+    """Returns the placements through which a copy passes from `source` to `target`, excluding both.
+
+    A placement lists, for each axis, its divisions (cuts) over devices and the iterations of a
+    stream loop, outermost first. From one placement to the next, the division along one mesh
+    dimension is removed or added:
+
+    - First, dimensions are added to axes that need nothing removed, so that less data is gathered
+      later.
+    - Then dimensions are removed, inner cuts before outer cuts, mesh_x first.
+    - Then the remaining dimensions are added, outer cuts first.
+
+    If a division over devices is removed inside the blocks of a stream, the stream remains, and its
+    steps have the same blocks on all these devices.
+    """
+    changing = _changing_types(source, target)
+    now = [without_streams(cuts) for cuts in source]
+    steps: list[Placement] = []
+
+    def add(position: int, cuts: Cuts) -> None:
+        now[:] = map(without_streams, now)
+        now[position] = cuts
+        steps.append(tuple(now))
+
+    dropped = {c.ptype for cuts in source for c in cuts if c.ptype in changing}
+    late: list[tuple[int, Cuts]] = []
+    for position, depth in ((p, k) for p, cuts in enumerate(target) for k in range(len(cuts))):
+        cuts = target[position][: depth + 1]
+        if cuts[-1].ptype not in changing:
+            continue
+        others = {c.ptype for p, mine in enumerate(now) if p != position for c in mine}
+        is_free = dropped.isdisjoint(c.ptype for c in (*now[position], cuts[-1]))
+        is_one_loop = not any(p.is_stream for p in others.intersection(c.ptype for c in cuts))
+        if is_free and is_one_loop and now[position] == without_streams(cuts[:-1]):
+            add(position, cuts)
+        else:
+            late.append((position, cuts))
+    for ptype in _drop_order(source, dropped):
+        now[:] = (_without(ptype, cuts) for cuts in now)
+        steps.append(tuple(now))
+    for position, cuts in late:
+        add(position, cuts)
+    if steps and steps[-1] in (target, tuple(map(without_streams, target))):
+        steps.pop()
+    return steps
+
+
+def _changing_types(source: Placement, target: Placement) -> set[ParallelType]:
+    found: set[ParallelType] = set()
+    for mine, wanted in zip(source, target, strict=True):
+        sides = [
+            [replace(c, whole=False, swizzle=None) for c in without_streams(cuts)]
+            for cuts in (mine, wanted)
+        ]
+        depth = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip_longest(*sides)))
+        found |= {c.ptype for side in sides for c in side[depth:] if c.ptype.is_device}
+    return found
+
+
+def _without(ptype: ParallelType, cuts: Cuts) -> Cuts:
+    """Returns the divisions `cuts` of one axis without the division along the mesh dimension
+    `ptype`.
+
+    Divisions inside of the removed one are removed, too. If no division is along `ptype`, an
+    innermost division into steps of a stream loop is removed instead. A loop that remains no longer
+    starts at a block that depends on the device's coordinate along `ptype`.
+    """
+    depth = next((k for k, c in enumerate(cuts) if c.ptype is ptype), None)
+    kept = without_streams(cuts) if depth is None else cuts[:depth]
+    return tuple(replace(c, swizzle=None) if c.swizzle is ptype else c for c in kept)
+
+
+def _drop_order(source: Placement, dropped: set[ParallelType]) -> list[ParallelType]:
+    depth = {c.ptype: d for cuts in source for d, c in enumerate(cuts)}
+    return sorted(dropped, key=lambda p: (-depth[p], DEVICE_TYPES.index(p)))

@@ -1,0 +1,207 @@
+"""Changes of placement: plans are the cheapest sequences of steps, and results are right."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from fractions import Fraction
+
+import pytest
+import torch
+
+from fuser import DataType, FusionDefinition, ParallelType
+from fuser.ir.fusion import TensorView
+from hostir import Communication
+from multidevice import Communicator, DeviceMesh, simulate
+from multidevice.sharding.placement import Cut, Placement
+from multidevice.sharding.redistribution import plan_steps
+
+X, Y = ParallelType.mesh_x, ParallelType.mesh_y
+# For each axis, the mesh dimensions that divide it, outermost first.
+Names = tuple[tuple[ParallelType, ...], ...]
+SIZES = {1: {X: 4}, 2: {X: 2, Y: 2}}
+MESHES = {1: DeviceMesh(range(4)), 2: DeviceMesh([[0, 1], [2, 3]])}
+
+
+def placements(axes: int, ndim: int) -> list[Names]:
+    """Returns all ways to divide `axes` axes by a subset of the mesh dimensions."""
+    found: set[Names] = set()
+    types = list(SIZES[ndim])
+    for places in itertools.product(range(-1, axes), repeat=len(types)):
+        on_axes = [[p for p, at in zip(types, places, strict=True) if at == k] for k in range(axes)]
+        found.update(itertools.product(*(itertools.permutations(mine) for mine in on_axes)))
+    return sorted(found, key=str)
+
+
+def as_cuts(names: Names, sizes: dict[ParallelType, int]) -> Placement:
+    return tuple(tuple(Cut(p, sizes[p]) for p in mine) for mine in names)
+
+
+# ------------------------------------------------------------------ brute force
+def share(names: Names, sizes: dict[ParallelType, int]) -> Fraction:
+    return Fraction(1, math.prod(sizes[p] for mine in names for p in mine))
+
+
+def extents_allow(names: Names, ends: tuple[Names, Names], sizes: dict[ParallelType, int]) -> bool:
+    """Whether each axis is divided into a number of blocks that one of `ends` shows to be valid."""
+
+    def blocks(mine: tuple[ParallelType, ...]) -> int:
+        return math.prod(sizes[p] for p in mine)
+
+    return all(
+        any(set(mine) <= set(end[k]) | {*ends[0][k], *ends[1][k]} for end in ends)
+        and any(blocks(end[k]) % blocks(mine) == 0 for end in ends)
+        for k, mine in enumerate(names)
+    )
+
+
+def single_steps(
+    names: Names, every: list[Names], sizes: dict[ParallelType, int]
+) -> Iterator[tuple[Fraction, Names]]:
+    """Yields (elements sent by a device, result) for each single communication or local slice."""
+    have = share(names, sizes)
+    for other in every:
+        changed = [k for k, (a, b) in enumerate(zip(names, other, strict=True)) if a != b]
+        if len(changed) == 1:
+            old, new = names[changed[0]], other[changed[0]]
+            if old[:-1] == new and old:
+                yield have * (sizes[old[-1]] - 1), other
+            if new[:-1] == old and new and new[-1] not in {p for mine in names for p in mine}:
+                yield Fraction(0), other
+        if len(changed) == 2:
+            for a, b in (changed, changed[::-1]):
+                is_moved = names[a] and other[b] and names[a][-1] is other[b][-1]
+                if is_moved and names[a][:-1] == other[a] and other[b][:-1] == names[b]:
+                    n = sizes[names[a][-1]]
+                    yield have * Fraction(n - 1, n), other
+
+
+def least_sent(source: Names, target: Names, ndim: int, longest: int = 4) -> Fraction:
+    """Returns the least number of elements that a device sends, over all sequences of steps."""
+    sizes, ends = SIZES[ndim], (source, target)
+    every = [n for n in placements(len(source), ndim) if extents_allow(n, ends, sizes)]
+    reached = {source: Fraction(0)}
+    for _ in range(longest):
+        for names, sent in list(reached.items()):
+            for more, other in single_steps(names, every, sizes):
+                reached[other] = min(sent + more, reached.get(other, sent + more))
+    return reached[target]
+
+
+def sent_by_plan(source: Names, target: Names, ndim: int) -> Fraction:
+    sizes = SIZES[ndim]
+    steps = plan_steps(as_cuts(source, sizes), as_cuts(target, sizes))
+    through = [source, *(tuple(tuple(c.ptype for c in m) for m in cuts) for cuts in steps), target]
+    total, every = Fraction(0), placements(len(source), ndim)
+    for here, there in itertools.pairwise(through):
+        if here != there:
+            total += next(s for s, other in single_steps(here, every, sizes) if other == there)
+    return total
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_no_sequence_sends_less(ndim: int) -> None:
+    worse = [
+        (source, target)
+        for source, target in itertools.product(placements(3, ndim), repeat=2)
+        if sent_by_plan(source, target, ndim) > least_sent(source, target, ndim)
+    ]
+    assert worse == []
+
+
+def test_a_division_that_moves_is_sent_once() -> None:
+    assert sent_by_plan(((X,), ()), ((), (X,)), 1) == Fraction(3, 16)
+    assert sent_by_plan(((X,), ()), ((), ()), 1) == Fraction(3, 4)
+
+
+# ------------------------------------------------------------------ results
+def cut(tv: TensorView, names: Names, sizes: dict[ParallelType, int]) -> None:
+    for axis in reversed(range(len(names))):
+        for k, ptype in enumerate(names[axis]):
+            tv.outer_split(axis + k, sizes[ptype])
+            tv.axis(axis + k).parallelize(ptype)
+
+
+def shard(whole: torch.Tensor, names: Names, mesh: DeviceMesh, rank: int) -> torch.Tensor:
+    for axis, mine in enumerate(names):
+        for ptype in mine:
+            at = mesh.coordinate(rank, ptype)
+            whole = whole.chunk(mesh.size_of(ptype), axis)[at]
+    return whole.contiguous()
+
+
+def program(
+    op: str, source: Names, target: Names, ndim: int, shape: tuple[int, ...], *, is_symbolic: bool
+) -> FusionDefinition:
+    with FusionDefinition() as fd:
+        sizes = [-1] * len(shape) if is_symbolic else [*shape]
+        x = fd.define_tensor(sizes, contiguity=True, dtype=DataType.Float)
+        y = fd.ops.sum(x, [len(shape) - 1]) if op == "sum" else fd.ops.set(fd.ops.neg(x))
+        z = fd.ops.add(y, 1.0)
+        fd.add_output(z)
+        for tv in (x, y, z):
+            tv.set_device_mesh(MESHES[ndim])
+        cut(x, source, SIZES[ndim])
+        cut(y, target, SIZES[ndim])
+        cut(z, target, SIZES[ndim])
+    return fd
+
+
+def expected(op: str, whole: torch.Tensor) -> torch.Tensor:
+    return (whole.double().sum(-1) + 1 if op == "sum" else 1 - whole.double()).float()
+
+
+def pairs(op: str, ndim: int) -> list[tuple[Names, Names]]:
+    sources, targets = placements(3, ndim), placements(2 if op == "sum" else 3, ndim)
+    return list(itertools.product(sources, targets))
+
+
+SAMPLE = [("set", 1, 16), ("set", 2, 20), ("sum", 1, 8), ("sum", 2, 12)]
+
+
+@pytest.mark.parametrize(("op", "ndim", "count"), SAMPLE)
+@pytest.mark.parametrize("is_symbolic", [False, True])
+def test_results_on_simulated_ranks(op: str, ndim: int, count: int, *, is_symbolic: bool) -> None:
+    found = pairs(op, ndim)
+    shape = (8, 12, 4)
+    whole = torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(1)).float()
+    for source, target in random.Random(7).sample(found, min(count, len(found))):
+        fd = program(op, source, target, ndim, shape, is_symbolic=is_symbolic)
+        mesh = MESHES[ndim]
+
+        def body(fd: FusionDefinition = fd, source: Names = source) -> torch.Tensor:
+            rank = Communicator.instance().rank()
+            return fd.execute([shard(whole, source, MESHES[ndim], rank)])[0]
+
+        with simulate(4) as world:
+            for rank, out in enumerate(world.run(body)):
+                want = shard(expected(op, whole), target, mesh, rank)
+                assert torch.equal(out, want), (source, target, rank)
+
+
+def types_sent(fd: FusionDefinition, inputs: list[torch.Tensor]) -> list[str]:
+    sent = fd._executor_cache().program_for(inputs).started()
+    return [op.type for op in sent if isinstance(op, Communication)]
+
+
+@pytest.mark.parametrize("target", [1, 2])
+def test_a_moved_division_is_one_all_to_all(target: int) -> None:
+    names: Names = ((), (X,), ()) if target == 1 else ((), (), (X,))
+    fd = program("set", ((X,), (), ()), names, 1, (8, 12, 4), is_symbolic=True)
+    assert types_sent(fd, [torch.zeros(2, 12, 4)]) == ["AllToAll"]
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("options", [[], ["peer_copies"]])
+def test_all_pairs_of_one_mesh_on_ranks(options: list[str]) -> None:
+    rank = Communicator.instance().rank()
+    shape = (8, 12, 4)
+    whole = torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(1)).float()
+    for source, target in pairs("set", 1):
+        fd = program("set", source, target, 1, shape, is_symbolic=False)
+        inputs = [shard(whole, source, MESHES[1], rank)]
+        out = fd.execute(inputs, _enable_options=options)
+        want = shard(expected("set", whole), target, MESHES[1], rank)
+        assert torch.equal(out[0], want), (source, target)
