@@ -61,9 +61,9 @@ def plan_steps(
     A placement lists, for each axis, its divisions (cuts) over devices and the iterations of a
     stream loop, outermost first. From one placement to the next, the division along one mesh
     dimension is removed, added, or moved to another axis. The sequence is the cheapest one by
-    `PlanCost`. If one of the placements has iterations of a stream loop, dimensions are only removed
-    and added, because an all-to-all has no form for the steps of such a loop. `copied` has the
-    positions of broadcast axes: each device stores their only element, so their division never
+    `PlanCost`. If one of the placements has iterations of a stream loop, dimensions are only
+    removed and added, because an all-to-all has no form for the steps of such a loop. `copied` has
+    the positions of broadcast axes: each device stores their only element, so their division never
     costs a communication.
     """
     if any(not cut.ptype.is_device for cuts in (*source, *target) for cut in cuts):
