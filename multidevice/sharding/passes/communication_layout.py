@@ -111,17 +111,21 @@ def _outermost_axes(op: Reshard) -> tuple[tuple[int, ...], int | None]:
 
     The first entry is () and the second one None if no axis must be outermost.
     """
-    kind = communication_type(op)
-    row = COLLECTIVES.get(kind)
-    if kind == ALL_TO_ALL.name and not is_exchange(op):
+    if _moves_division(op):
         assert op.source is not None and op.target is not None, f"{op} moves no division"
         to_out = position_map(op)
         receiver = next(p for p, q in to_out.items() if q == op.target)
         return (receiver, op.source), to_out[op.source]
+    row = COLLECTIVES.get(communication_type(op))
     if row is None or not row.growth:
         return (), None
     source, target = moved_axes(op)
     return () if source is None else (source,), target
+
+
+def _moves_division(op: Reshard) -> bool:
+    """Returns whether `op` is an all-to-all of whole shards, and not of a block per loop step."""
+    return communication_type(op) == ALL_TO_ALL.name and not is_exchange(op)
 
 
 def _fit_producer(memory: StepMemory, op: Reshard) -> Reshard:
@@ -187,8 +191,7 @@ def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
     order = steps_outermost(out, order)
     is_dense = not in_steps or memory.is_dense(out, order)
     current = [p for p, _ in memory_order(out)]
-    is_all_to_all = communication_type(op) == ALL_TO_ALL.name
-    if is_all_to_all and _are_same_memory(out, order, current, in_steps=in_steps):
+    if _moves_division(op) and _are_same_memory(out, order, current, in_steps=in_steps):
         order = current
     if order == current and is_contiguous(out) and is_dense:
         return
