@@ -181,7 +181,7 @@ _SECTIONS: dict[str, Callable[[], Lines]] = {
 
 
 def report() -> dict[str, dict[str, str]]:
-    """Returns the contents of the page by section and item: section -> item -> text."""
+    """Returns everything that the command prints, as nested dicts: section -> item -> text."""
     found: dict[str, dict[str, str]] = {}
     for title, section in _SECTIONS.items():
         found[title] = {}
@@ -193,7 +193,9 @@ def report() -> dict[str, dict[str, str]]:
 
 
 def text(found: dict[str, dict[str, str]]) -> str:
-    """Returns the page as text, from the result of `report`."""
+    """Returns the text that the command prints, one line per item. `found` is the result of
+    `report`.
+    """
     width = max(len(what) for rows in found.values() for what in rows)
     lines: list[str] = []
     for title, rows in found.items():
@@ -212,7 +214,7 @@ def _is_first_of_host() -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command: prints the page, and returns the exit code."""
+    """Runs the command: prints the versions, paths and devices found, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fuser", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     asked = parser.parse_args(arguments)

@@ -503,8 +503,10 @@ _STATEMENT: dict[type, Callable[[Writer, Any], None]] = {
 
 # ------------------------------------------------------------------ the kernel
 def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
-    """Returns the CUDA source of a lowered kernel, and the text of the kernel's body alone, without
-    coordinates and shared memory.
+    """Returns the CUDA source of a lowered kernel, and the text of its statements alone.
+
+    The second text is shorter to read. It lacks the function's signature, the lines that define
+    thread and block indices, and the declaration of shared memory.
     """
     index_ctype = c_type(kernel.index_dtype)
     lines, body = _parts(kernel, index_ctype) if kernel.parts else _whole(kernel)
@@ -526,9 +528,11 @@ def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
 
 
 def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
-    """Returns the lines of text inside the braces of a kernel that has a launch of its own.
+    """Returns the lines of text inside the braces of a kernel that is launched alone, not together
+    with other kernels.
 
-    Also returns the lines of the kernel's body alone, without coordinates and shared memory.
+    Also returns the lines of its statements alone, without the lines that define thread and block
+    indices and declare shared memory.
     """
     writer = Writer(depth=0)
     writer.body(kernel.body)
@@ -549,11 +553,12 @@ def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
 
 
 def _folded_coordinates(fold: Fold, cluster: int) -> dict[str, str]:
-    """Returns the C texts for the coordinates of a CUDA block, by coordinate name, in a kernel
-    whose blocks are all numbered along x.
+    """Returns the C texts that compute `blockIdx.x`, `.y` and `.z` from one block number, by the
+    names "bx", "by" and "bz".
 
-    The texts compute the coordinates from the block's number. With a `cluster` of several blocks,
-    only the x coordinate is replaced.
+    They are for a kernel in which a launched CUDA block does the work of several (the grid is
+    folded), so that `blockIdx` itself is not the block's index. If a kernel has blocks along x
+    alone and a `cluster` of several blocks, only "bx" is replaced.
     """
     across, down, _ = map(scalar_text, fold.counts)
     if all(sc.int_value(n) == 1 for n in fold.counts[1:]):
@@ -585,12 +590,12 @@ def _in_turns(fold: Fold, lines: Sequence[str], *, waits: bool) -> list[str]:
 
 
 def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str]]:
-    """Returns the lines of text inside the braces of a kernel that several kernels share
-    (horizontal fusion): each CUDA block belongs to one of them.
+    """Returns the lines of text inside the braces of a kernel that runs several kernels side by
+    side in one launch (horizontal fusion).
 
-    Also returns these lines without the loop by which a block does the work of several. A block
-    computes from its number to which kernel it belongs, and the coordinates that it would have in a
-    launch of that kernel alone.
+    Each CUDA block belongs to one of these kernels. From its number, the block computes to which
+    one it belongs, and its block index in a launch of that kernel alone. If a launched block does
+    the work of several, the lines are in a loop. Also returns the lines without this loop.
     """
     writer = Writer()
     block = "blockIdx.x" if kernel.fold is None else "fold"

@@ -310,10 +310,10 @@ class FusionDefinition:
         With `alias_input`, the output updates that input in place: `execute` writes it into the
         caller's tensor. A tensor that only updates an input is not returned.
 
-        The program always reads the value that an updated input had at the start of the call. If
-        that input is itself an output, the call returns the caller's own tensor, which then has the
-        updated value. A view of the input (for example a permuted one) is computed, and has the old
-        values.
+        All ops read the value that an updated input had at the start of the call. If the updated
+        input is itself added as an output, the call returns the caller's own tensor, with the
+        updated value. If a view of it (such as a permute) is an output, the call returns a new
+        tensor with the old values.
 
         Raises:
             DefinitionError: the output or the input does not belong to this definition, or their
@@ -465,8 +465,9 @@ class FusionDefinition:
         Args:
             path: The file for the timeline, in the format of Perfetto. The first rank writes it.
             warm_up: Number of runs before anything is measured.
-            repeat: Number of runs that are timed as a whole, op by op and by CUDA graphs. The same
-                number of runs follows with a time for each op. The timeline shows the last run.
+            repeat: Number of runs per measurement. There are three measurements: whole runs as
+                `execute` does them (with CUDA graphs, if possible), whole runs that issue ops one
+                by one, and runs with a time for each op. The timeline shows the last run.
             source: The clock for the times of a GPU: "cupti", "events" (around each op), or "auto",
                 the first of these that works. `Trace.source` is the one used. On the CPU, the times
                 are always those of the host's clock.
@@ -474,8 +475,8 @@ class FusionDefinition:
                 describes a machine (`docs/explanation/cost-model.md`).
 
         Inputs, `device` and options are those of `execute`. Inputs that the program updates in
-        place keep their values. The traced runs issue the same recorded list of ops that `execute`
-        repeats, but one by one, never as a CUDA graph.
+        place keep their values. The runs of the timeline issue the same recorded list of ops that
+        `execute` repeats, but one by one, never as a CUDA graph.
 
         Raises:
             InputError: in the same cases as `execute`; or `path` cannot be written, which is
@@ -579,10 +580,10 @@ class FusionDefinition:
         none.
 
         The compiled runner is a C function that repeats the recorded launches of a call. There is
-        one line for each kind of inputs (shapes, strides, dtypes). The number begins at 0 when the
-        runner is enabled again for such inputs. A line without a number says after how many more
-        calls the runner is tried again. `FUSER_DISABLE=compiled_runner`, or this option of a call,
-        runs everything in Python.
+        one line for each kind of inputs (shapes, strides, dtypes). If the runner rejects too many
+        calls, it is dropped and tried again later. Its number then begins at 0 again. Until then,
+        the line says after how many calls it is tried. `FUSER_DISABLE=compiled_runner`, or this
+        option of a call, runs everything in Python.
         """
         return self.fec.compiled_runner() if hasattr(self, "fec") else []
 

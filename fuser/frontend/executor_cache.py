@@ -3,12 +3,12 @@ allocations) for a fusion and inputs, and runs it.
 
 There are three levels of caches, all bounded:
 
-1. The signature of the inputs: shapes, strides, dtypes and devices. A repeated call needs only one
-   dictionary look-up.
-2. The input class: the facts that change the program. These are dtypes, memory layouts and the
-   structure of the fusion for these sizes. With the input class, the program is found in the cache
-   of the process (`program_cache`), and bound to this rank.
-3. The caches of the kernel executors, which have the compiled versions of each kernel.
+1. By the signature of the inputs: shapes, strides, dtypes and devices. A repeated call needs only
+   one dictionary look-up.
+2. By the input class: everything about the inputs that changes the program, but not their exact
+   sizes. The class has dtypes, memory layouts, and decisions that depend on sizes, such as which
+   axes a reshape merges. The program of a class is in the cache of the process (`program_cache`).
+3. In the kernel executors: the compiled versions of each kernel.
 """
 
 from __future__ import annotations
@@ -334,9 +334,9 @@ class FusionExecutorCache(Watching, Inspection):
         """Finds the cache entry of an earlier call, other than the latest, that has inputs like
         these.
 
-        The entry is found by the shape of the first input. Returns the entry, and the alignments of
-        the inputs in memory. The alignments are None if the entry's quick check rejects the inputs.
-        Both are None if there is no such call.
+        The entry is found by the shape of the first input, and its quick check then compares all
+        inputs. Returns the entry, and the alignments of the inputs in memory. The alignments are
+        None if the check rejects the inputs. Both are None if no entry is found.
         """
         try:
             call = self._in_turns.get(inputs[0].shape)  # pyright: ignore[reportIndexIssue]
@@ -391,11 +391,12 @@ class FusionExecutorCache(Watching, Inspection):
     def _look(
         self, inputs: Iterable[object], device: int | str | torch.device | None
     ) -> tuple[Iterable[object], Callable[[Callable[[], T]], Callable[[], T]]]:
-        """Returns the program's inputs, including seeds of random ops, for a run that has not
-        begun, and a function that wraps the run.
+        """Returns the program's inputs, including seeds of random ops, and a function that wraps
+        the run of the program.
 
-        All ranks must still agree to the run. The wrapped run advances torch's random generator
-        when it begins.
+        The run has not begun, because all ranks must first agree to it. If the ranks run together,
+        torch's random generator is therefore not advanced by this call, but by the wrapped run when
+        it begins.
         """
         inputs = self._read(inputs)
         if self._draws is None:
@@ -773,9 +774,10 @@ def overlaps_of(
     """Returns the object that decides which matmuls and communications of a program run at the same
     time (overlap).
 
-    All programs with the key `key` share this object. A CPU rank (a process on a CPU) cannot run
-    two streams at the same time. On CPU ranks, the object therefore allows overlap only if the
-    option `machine` or `steps` is set.
+    All programs with the key `key` share this object. It chooses by the predicted times of a cost
+    model, which needs a description of the machine. A CPU has no such description. On the CPU,
+    nothing therefore overlaps unless the option `machine` names a description, or `steps` requests
+    overlap in any case.
     """
     devices = requested_devices(fusion)
     if why := _why_not(fusion, devices, settings, params):
@@ -815,7 +817,11 @@ def overlaps_of(
 
 
 def _captured(communicator: Communicator, device: torch.device, can_copy: bool) -> tuple[str, ...]:
-    """Returns the names of the libraries whose communications can be captured in a CUDA graph."""
+    """Returns the names of the libraries whose communications on `device` can be captured in a CUDA
+    graph: the device's default library and, if `can_copy` is True, peer copies.
+
+    `can_copy` says that each rank can access the memory of the others. On a CPU, returns ().
+    """
     if device.type != "cuda":
         return ()
     library = communicator.backend_for(device)
@@ -869,8 +875,10 @@ class _Constant:
 
 @dataclass
 class _Alike:
-    """The numbers in compiled programs that differ from each other only in these numbers, and
-    whether the user was warned about such programs.
+    """A set of compiled programs that are equal except for the numbers in their ops.
+
+    `seen` has the numbers of each program. `is_told` says whether the user was warned that one
+    program with a scalar input could replace them.
     """
 
     seen: dict[tuple[Number, ...], tuple[_Constant, ...]] = field(default_factory=dict)
@@ -881,9 +889,9 @@ _ALIKE: Recent[Hashable, _Alike] = Recent(256)
 
 
 def note_constants(fusion: Fusion) -> None:
-    """Records the numbers in a program that is being compiled.
+    """Records the numbers that are operands of ops in a program that is being compiled.
 
-    If several compiled programs differ only in such numbers, a warning is issued once, because one
+    If many compiled programs differ only in such numbers, a warning is issued once, because one
     program with a scalar input could replace them.
     """
     constants: list[_Constant] = []

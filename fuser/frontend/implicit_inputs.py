@@ -9,9 +9,10 @@ takes their values from torch's generator:
 A program is then a function of its inputs, and a recorded run still draws new numbers in each
 repetition. The generator is that of the device on which the program runs, as for torch's own ops.
 
-- On CUDA, the generator has a seed and an offset. The offset is increased by 4 for each op. If a
-  call has one random op, then after `torch.manual_seed(s)` the n-th call has the numbers of
-  `rng_seed=s, rng_offset=n`.
+- On CUDA, the generator has a seed and an offset. Each op advances the generator's offset by 4, and
+  the op's own offset (`rng_offset`) is a quarter of it. After `torch.manual_seed(s)`, a program
+  with one random op therefore draws with `rng_seed=s, rng_offset=n` in its n-th call, counted
+  from 0.
 - On the CPU, there is no offset: each call draws a seed.
 """
 
@@ -138,7 +139,11 @@ class Draws:
         return self._key(generator_of(device))
 
     def _key(self, generator: torch.Generator) -> tuple[int, int]:
-        """Returns the seed and the offset that `generator` has now, and advances the generator."""
+        """Returns the seed and the offset of the next random op, and advances `generator` past all
+        random ops of one run.
+
+        On the CPU, where torch's generator has no offset, returns a drawn number and 0.
+        """
         if generator.device.type != "cuda":
             drawn = torch.empty((), dtype=torch.int64, device="cpu")
             return int(drawn.random_(generator=generator)), 0
@@ -509,13 +514,14 @@ class Autograd:
         self._is_warned = False
 
     def resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
-        """Returns the inputs, with negations and conjugations computed that torch has only noted as
-        lazy views.
+        """Returns the inputs, in which plain tensors replace torch's lazy views.
 
-        Kernels read the memory of a tensor, which does not contain the negation or conjugation.
+        A lazy view, such as the result of `conj()`, shares the memory of its operand, and is only
+        marked as negated or conjugated. Kernels read this memory and ignore the mark, so the
+        negation or conjugation must be computed first.
 
         Raises:
-            InputError: the program updates such a view in place.
+            InputError: the program updates a lazy view in place.
         """
         lazy = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and _is_lazy(v)]
         if not lazy:

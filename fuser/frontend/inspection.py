@@ -1,8 +1,8 @@
 """Shows the compiled kernels and the schedules of a definition, and measures runs.
 
-The kernels shown are those for one kind of inputs. `ProgramEvaluator.requests` follows the program
-without data, and finds the tensors with which each kernel is launched. These tensors determine
-which compiled version of the kernel is used.
+A kernel has several compiled versions, for different memory layouts and sizes. To find the versions
+that certain inputs use, `ProgramEvaluator.requests` goes through the program without running it,
+and determines the shapes and strides of the tensors with which each kernel would be launched.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ def stand_ins(signature: Signature, places: Sequence[int]) -> list[Argument]:
     """Returns uninitialized inputs with the same shapes, strides, dtypes and alignments as those of
     an earlier call.
 
-    With them, a program can be inspected after the caller's inputs are gone. `places` has, for each
-    tensor, the offset of its address from a multiple of the vector size, in bytes.
+    With them, a program can be inspected after the caller's inputs are gone. `places` has one
+    number per tensor: how many bytes its address lies behind the last address that is aligned for
+    vector loads.
     """
     made: list[Argument] = []
     offsets = iter(places or [0] * len(signature))
@@ -144,11 +145,11 @@ def _inputs_text(signature: Signature) -> str:
 
 
 class _MissingName:
-    """The attribute for a name of nvFuser's interface that the cache of a definition's programs
-    (`fd.fec`) does not have.
+    """A class attribute that takes the place of a name of nvFuser which this project does not have.
 
-    The attribute raises `AttributeError` with the name to use. A `__getattr__` of the class would
-    make every attribute of `execute` slower.
+    Reading it, as in `fd.fec.name`, raises `AttributeError` with the name to use instead. There is
+    one such attribute per missing name, because a method `__getattr__` would make every use of an
+    attribute in `execute` slower.
     """
 
     def __init__(self, name: str, advice: str) -> None:
@@ -224,7 +225,8 @@ class Inspection:
         """Returns text with the ops of each part of the program (kernel, library call or
         communication), for the inputs of the last call.
 
-        The method allocates tensors of the same sizes. See `get_scheduled_ir`.
+        The last call's inputs may no longer exist, so tensors of the same sizes are allocated for
+        the inspection. `get_scheduled_ir` describes the text and `tensor_transforms`.
 
         Raises:
             NotCompiledError: no program has run.
@@ -431,8 +433,9 @@ class Watching:
         Returns the call's cache entry; and this rank's run signature (which describes the program
         and its sizes), the scalar inputs, and the function that runs the program.
 
-        The function `take` measures the run, with the settings `asked`. The run signature contains
-        `line`, so that it is an error on all ranks if another rank runs without these measurements.
+        The function `take` measures the run, with the settings `asked`. `line` is a text that names
+        the measurement and its settings. It is added to the run signature, which all ranks compare:
+        if only some ranks measure the run, every rank raises an error.
         """
         inputs, begin = self._look(inputs, device)
         call, given, _ = self._find(Communicator.instance(), inputs, device, *options)

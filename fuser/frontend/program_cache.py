@@ -223,8 +223,9 @@ def status_lines(
     """Returns lines of text on the cached calls, each with a description of the inputs and options
     of such calls.
 
-    `lines` returns the lines of one call. `usual` are the options of a call without its own
-    options. Only the first `passed` inputs are shown, because the caller passes only these.
+    `lines` returns the lines of one call, without that description. `usual` are the options of a
+    call that sets none itself. A description has only the first `passed` inputs. The caller passed
+    these; the others, such as seeds, were added by the program.
     """
     return [
         f"{line} {_class_text(key, usual, passed)}"

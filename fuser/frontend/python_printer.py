@@ -493,10 +493,11 @@ def stride_order_of(tv: TensorView) -> list[int] | None:
 
 
 def is_stride_order(op: nodes.LoadStoreOp) -> bool:
-    """Returns whether the copy `op` is what the call `fd.ops.stride_order` creates, so that its
-    Python text is such a call.
+    """Returns whether the call `fd.ops.stride_order` could have created the copy `op`, so that this
+    call can represent the copy in Python text.
 
-    This is a copy into a tensor without gaps whose memory order is declared.
+    This is the case if the result of the copy has a declared memory order other than that of its
+    axes, and no gaps in memory.
     """
     domain = op.out.domain
     is_whole = op.kind is LoadStoreOpType.set and not domain.root_numbers
@@ -1098,10 +1099,11 @@ def _factored(ops: Sequence[TensorOp]) -> Factored:
 
 
 def _kept(out: TensorView, origins: Sequence[int | None]) -> list[int | None]:
-    """Returns the origins of the axes of `out` that its op does not reduce.
+    """Returns the origins of the axes that remain in `out`, the result of a part of a split
+    reduction, after this part has reduced some axes.
 
-    An origin is a position among the axes of the whole reduction's operand, or None for an axis
-    that a split created. `origins` are the origins of the axes that the op reads.
+    An origin is a position among the axes that the unsplit reduction reads, or None for an axis
+    that a split created. `origins` are the origins of the axes that this part reads.
     """
     domain = out.domain
     of = dict(zip((a.number for a in domain.maybe_root), origins, strict=True))
@@ -1111,9 +1113,9 @@ def _kept(out: TensorView, origins: Sequence[int | None]) -> list[int | None]:
 def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
     """Returns the `rfactor` calls that create the ops `chain` of a split reduction.
 
-    An op of `chain` whose result has splits of its own begins a group of ops; the other ops of the
-    group reduce further axes of its result. The first call for a group is made on the whole
-    reduction. Each further call for the group is made on the result of the call before.
+    `chain` consists of groups of consecutive ops. The first op of a group splits axes, and the
+    others reduce further axes of its result. Each group is created by several calls: the first call
+    is made on the unsplit reduction, and each further one on the result of the call before.
     """
     whole = chain[-1].out_tensor
     parts = [op.out_tensor for op in chain[:-1]]

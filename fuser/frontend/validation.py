@@ -1,8 +1,8 @@
 """Compares results with torch's, within tolerances that depend on dtype and reduction size.
 
-The tolerances are nvFuser's. They were measured for sums of 4 to 2097152 numbers of magnitude 1. In
-addition, one unit in the last place of the result's dtype is allowed. Two sums that differ by less
-can round to neighbouring values.
+The tolerances are nvFuser's, which were measured for sums of 4 to 2097152 numbers of magnitude 1.
+One unit in the last place of the result's dtype is allowed in addition, because two sums that
+differ by less than the tolerance can round to neighbouring values.
 """
 
 from __future__ import annotations

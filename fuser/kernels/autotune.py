@@ -371,8 +371,8 @@ class _Search:
         """Times the fastest of the candidates `found` once more against the heuristic's choice, and
         returns the result.
 
-        The choice is replaced only by a candidate that is faster by more than the noise (`MARGIN`,
-        `WON_SHARE`).
+        A candidate replaces the choice only if it is faster by more than the noise: its median is
+        lower by the share `MARGIN`, and it wins the share `WON_SHARE` of the rounds.
         """
         choice = self._choice
         faster = sorted((c for c in found if c.median < choice.median), key=lambda c: c.median)
@@ -892,11 +892,11 @@ class TunedExecutor(FusedKernelExecutor):
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor | StridedLayout],
     ) -> Record | None:
-        """Returns a version of the kernel that was made for similar sizes, and its launch, but only
-        when the maximum number of versions exists.
+        """Returns a version of the kernel that was made for similar sizes, and its launch, if the
+        maximum number of versions already exists.
 
-        Returns None before, because a new version can be added, whose parameters are timed for the
-        new sizes.
+        If it does not exist yet, returns None: a new version is then made, whose parameters are
+        timed for the new sizes.
         """
         return super()._nearby(key, alignments, values, tensors) if self._is_full else None
 

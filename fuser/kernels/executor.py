@@ -121,12 +121,13 @@ class FusedKernelExecutor:
 
     - `scheduler`: the name of the scheduler, the automatic schedule that chooses loops and threads.
     - `name`: the name of the kernel.
-    - `settings`: the features of the program that uses the kernel.
+    - `settings`: the options (features turned on and off) with which the fusion is compiled.
     - `device`: replaces the device description for the heuristics, so that a GPU's schedules can
       run on CPU tensors.
     - `checked`: compiles CPU kernels with all run-time checks.
     - `of`: the executor's name in dumps; `dump` receives the dumps.
-    - `lowered`: executors with the same `lowered` share kernels that differ only in names.
+    - `lowered`: the kernels lowered so far. Executors that are given the same object share kernels
+      that differ only in names.
     """
 
     def __init__(
@@ -232,11 +233,12 @@ class FusedKernelExecutor:
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
         """Returns the launch that `run` would execute for tensors of these shapes, strides and
-        alignments, so that later calls can repeat it. Returns None if `run` launches nothing, or if
-        the kernel checks its memory accesses.
+        alignments, so that later calls can repeat it.
 
-        If `device` is passed, the tensors may be meta tensors. The kernel of the returned launch
-        may then still have to be compiled, with `compile_many`.
+        Returns None if `run` launches nothing. Also returns None for a checked kernel (one that
+        checks its memory accesses), whose launches are never repeated. If `device` is passed, the
+        tensors may be meta tensors. The kernel of the returned launch may then still have to be
+        compiled, with `compile_many`.
         """
         if self.checked:
             return None

@@ -723,8 +723,8 @@ class Kernel:
     """The source text of a kernel, its arguments in order, the numbers of CUDA blocks and threads
     of a launch, and the conditions of a launch.
 
-    `guards` and `limits` are conditions on sizes and strides. `alignments` has pairs (tensor,
-    bytes): the tensor's address must be a multiple of the bytes.
+    `guards` and `limits` are conditions on sizes and strides. `alignments` has pairs (tensor, n):
+    the tensor's address must be a multiple of n bytes.
     """
 
     source: KernelSource
@@ -747,7 +747,8 @@ def make_kernel(
     device: DeviceInfo,
     folded: bool = False,
 ) -> Kernel:
-    """Lowers a scheduled fusion, generates the CUDA source text, and returns both as a `Kernel`.
+    """Lowers a scheduled fusion, and returns the kernel: its CUDA source text with its arguments,
+    numbers of blocks and threads, and launch conditions.
 
     `index_dtype` is the type of index arithmetic. With `folded`, each launched CUDA block may do
     the work of several, so that any number of blocks is accepted.

@@ -7,11 +7,12 @@
 Corresponding axes are called mapped. Each mode maps the axes that the mode before it maps, and
 more:
 
-- `exact`: two axes that an op maps onto each other, if both are concrete or both broadcast. The
-  results of equal splits and merges of mapped axes are mapped, too.
+- `exact`: two axes that an op maps onto each other, if both are concrete (no broadcasts) or both
+  broadcast. The results of equal splits and merges of mapped axes are mapped, too.
 - `almost_exact`: also an axis and the result of its split by 1, or of its merge with an axis of
   extent 1.
-- `broadcast`: also a broadcast axis and the concrete axis with which a consumer iterates it.
+- `broadcast`: also a broadcast axis and the concrete axis with which an op joins it, as the second
+  axes in the sum of tensors [n, 1] and [n, m].
 - `permissive`: also a concrete axis and its merge with a broadcast axis.
 """
 
@@ -70,9 +71,9 @@ class IdModel:
 
     @checked
     def maybe_build_graph(self, mode: IdMappingMode) -> ValGraph:
-        """Returns the graph of mapped axes for one mode, such as "is the same axis".
+        """Returns the graph of mapped (corresponding) axes for one mode, such as `exact`.
 
-        The first call for a mode builds its graph.
+        The mode decides which axes correspond. The first call for a mode builds its graph.
 
         Raises:
             UnsupportedError: the mode is `loop`.
@@ -93,8 +94,8 @@ class IdModel:
 
 
 class ValGraph:
-    """The sets of axes of a fusion that are mapped to each other in one mode, such as "is the same
-    axis".
+    """The sets of axes of a fusion that are mapped to each other (correspond) in one mode, such as
+    `exact`.
 
     `IdModel.maybe_build_graph` creates the object.
     """
@@ -181,11 +182,11 @@ Pairs = Iterator[tuple[int, int]]
 
 
 def _trivial(domain: TensorDomain) -> Pairs:
-    """Yields pairs of axis numbers for each split and merge that changes nothing, because one of
-    its two parts has extent 1.
+    """Yields a pair of axis numbers for each split into, or merge of, two axes of which one has
+    extent 1.
 
-    A pair has the whole axis (the axis that is split, or the result of the merge), and the other
-    part, which has the same extent.
+    Such a split or merge changes nothing. A pair has the split or merged axis, and the one of the
+    two axes that has the same extent.
     """
     for t in domain.transforms:
         match t:

@@ -54,11 +54,12 @@ class _AliasLoader(Loader):
 
 
 class _AliasFinder(MetaPathFinder):
-    """Module finder for Python's import system: finds the modules that are aliases.
+    """Module finder for Python's import system: finds the modules that are aliases, and refuses
+    names of nvFuser that this project does not have.
 
-    `from fuser import FusionCache` discards the error of the package's `__getattr__`, and then
-    looks for a module `fuser.FusionCache`. For such names of nvFuser, the finder therefore raises
-    the error, which has the name to use.
+    For `from fuser import FusionCache`, Python first calls the package's `__getattr__`, discards
+    its error, and looks for a module `fuser.FusionCache`. The finder therefore raises the error
+    again, so that the user sees the name to use instead.
     """
 
     def find_spec(
@@ -71,7 +72,10 @@ class _AliasFinder(MetaPathFinder):
 
 
 def _advice(name: str) -> str:
-    """Returns the name to use instead of nvFuser's `fuser.NAME`, or ""."""
+    """Returns the name to use instead of `fuser.NAME`, for a name that only nvFuser has.
+
+    Returns "" for all other names.
+    """
     # While the errors are imported, there is no table yet. Only public names are in the table.
     errors: Any = sys.modules.get("fuser.support.errors")
     return errors.advice_on_nvfuser("fuser", name) if hasattr(errors, "advice_on_nvfuser") else ""

@@ -3,9 +3,11 @@
 The executor uses the same lowering as a definition, with the restrictions of nvFuser's older
 interface:
 
-- Shardings are not propagated.
-- Ops that torch can compute are ops of the host program.
-- A stream axis is always a whole logical axis.
+- Shardings are not propagated: a tensor without annotation is not sharded.
+- An op that torch can compute is not part of a generated kernel. The host program runs it as a
+  separate op.
+- A stream axis (an axis that a loop on the host computes part by part, on several streams) is one
+  of the tensor's own axes, not the result of a split or merge.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ class MultiDeviceExecutorParams:
         super().__setattr__(name, require(_PARAMS, name, value, _KINDS[name]))
 
     def lower_params(self) -> LowerParams:
-        """Returns these options as parameters of the lowering."""
+        """Returns these options in the form that the lowering (from fusion to host program)
+        accepts.
+        """
         return replace(
             STANDALONE,
             backend=_LIBRARIES[self.backend_type],
@@ -115,12 +119,13 @@ def _check_name(name: str) -> None:
 class MultiDeviceExecutor:
     """Runs a fusion on the ranks of its meshes.
 
-    Every tensor has the mesh and the parallel types that the user has set. Device and stream
-    parallel types are on logical axes. `str(executor)` is the text of the host program.
+    The user has set the mesh of every tensor, and which of the tensor's own axes (not results of
+    splits and merges) are split over devices or computed part by part on streams. `str(executor)`
+    is the text of the host program.
 
     Raises:
-        UnsupportedError: a stream axis is the result of a split or merge; or the backend is not
-            supported.
+        UnsupportedError: an axis computed on streams is the result of a split or merge; or the
+            backend is not supported.
     """
 
     def __init__(self, fusion: Fusion, params: MultiDeviceExecutorParams | None = None) -> None:

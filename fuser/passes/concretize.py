@@ -4,16 +4,17 @@ Before:
 
 - Reshapes whose sizes could not be compared symbolically have `?` axes: it is undecided whether
   such an axis has size 1 and is a broadcast.
-- Slices and pads that may leave one element have `?` axes.
+- Slices and pads whose result may have size 1 along an axis have `?` axes, too.
 - Any extent may be 0.
 
 After:
 
 - No axis is `?`, and all equal extents are the same scalar object.
-- A tensor without elements, or a reduction over no elements, is a `full`.
+- A tensor without elements is the result of a `full`. So is the result of a reduction over no
+  elements.
 - An extent of 0 is the constant 0. The symbol of any other extent is at least 1.
-- A symbolic extent of an axis that is split over devices, one position per device, is the number of
-  these devices.
+- If each device has one position of an axis, the extent of the axis is a constant: the number of
+  devices.
 
 Every later stage relies on these properties.
 
@@ -70,8 +71,9 @@ class ConcretizationKey:
     - `empty`: the extents that are 0.
     - `clamps`: for each minimum or maximum of sizes, the position of the argument that is its
       value.
-    - `even_parts`: for each extent that a reshape splits or merges, the number of devices that
-      divides the extent evenly. The tuple is () if the number of all devices divides every extent.
+    - `even_parts`: for each extent that a reshape splits or merges, its greatest common divisor
+      with the number of all devices. Into so many equal parts, devices can split the axis. The
+      tuple is () if every extent is divisible by the number of all devices.
     """
 
     plans: tuple[ReshapePlan, ...]
@@ -197,8 +199,9 @@ class KeyOfSizes:
         return ConcretizationKey(tuple(plans), ones, empty, clamps, parts)
 
     def _ones(self, values: Mapping[Symbol, Number]) -> Iterator[bool]:
-        """Yields, for each axis whose kind depends on whether its size is 1 (then it is a
-        broadcast), whether the size in `values` is 1.
+        """Yields, for each axis that becomes a broadcast if its size is 1, whether its size is 1.
+
+        `values` has the sizes.
         """
         sizes = self._deciding.scalars
         found = self._deciding.at_once(values) if sizes else ()
@@ -289,8 +292,8 @@ def _check_counts(
 def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> None:
     """Raises `InputError` if the index tensor of a gather or scatter is too long along some axis.
 
-    Along each axis that `op.limits` yields, the index must not be longer than the tensor that it
-    indexes, or than the tensor whose elements a scatter writes. `values` has the sizes.
+    `op.limits` yields the axes, each with the tensor that limits the length of the index along this
+    axis: the table of a gather, or the operands of a scatter. `values` has the sizes.
     """
     for k, tv in op.limits():
         want, have = (
@@ -367,11 +370,11 @@ def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> Res
 
 # ------------------------------------------------------------------ devices
 def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
-    """Returns pairs (tensor, axis) of the axes with a symbolic extent that have one position per
-    device of the tensor's mesh.
+    """Returns pairs (tensor, axis) of the axes with a symbolic extent of which each device of the
+    tensor's mesh has one position.
 
-    Tensors whose axes the user has placed on devices come first. If several axes have a wrong
-    extent, the error message then names a line that the user wrote.
+    The caller checks that the extent is the number of devices. Tensors whose axes the user has
+    placed on devices come first, so that an error message names a line of the user, if possible.
     """
     found: list[tuple[TensorView, IterDomain]] = []
     placed = [tv for tv in fusion.tensors() if tv.mesh is not None]
@@ -390,8 +393,10 @@ def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
 
 
 def _number_of_devices(fusion: Fusion) -> int:
-    """Returns a number of devices that all meshes of the fusion divide: the least common multiple
-    of their sizes, or 1 without meshes.
+    """Returns the least common multiple of the sizes of all meshes of the fusion, or 1 without
+    meshes.
+
+    An axis whose extent is a multiple of this number can be split evenly over every mesh.
     """
     return lcm(*{tv.mesh.size for tv in fusion.tensors() if tv.mesh is not None})
 
@@ -424,8 +429,10 @@ def check_device_axis(tv: TensorView, axis: IterDomain, extent: int) -> None:
 
 
 def _numbers_of_devices(fusion: Fusion) -> dict[Scalar, Scalar]:
-    """Returns the values of symbolic extents of axes with one position per device: for each, the
-    number of these devices.
+    """Returns the replacements of symbolic extents that must be a number of devices, because each
+    device has one position of the axis.
+
+    The keys are the extents, and the values are the numbers of devices as constants.
     """
     counts: dict[Scalar, Scalar] = {}
     for tv, axis in _device_axes(fusion):
@@ -442,8 +449,9 @@ def _use_representatives(
 ) -> None:
     """Rewrites every extent and scalar operand of `fusion`, in place.
 
-    Of several symbols that are known to be equal, one replaces all. Keys of `known` are replaced by
-    their values. Extents that are 0 with the sizes in `values` become the constant 0.
+    Of several symbols that are known to be equal, one replaces all. Extents that are 0 with the
+    sizes in `values` become the constant 0. `known` has further replacements: each of its keys is
+    replaced by its value.
     """
     memo: dict[Scalar, Scalar] = {}
 
@@ -477,8 +485,9 @@ def refine_extents(fusion: Fusion) -> None:
     """Replaces the symbol of each extent by one that is at least 1, in place, so that a kernel can
     be compiled for all sizes that are not 0.
 
-    `fusion` is not concretized: nothing in it has been decided by input sizes. Axes of slices and
-    pads that may have size 1 are treated like all others.
+    `concretize` has not been called: nothing in `fusion` has been decided by input sizes. Axes of
+    slices and pads that may have size 1 become ordinary axes, not broadcasts, because the kernel
+    must also serve other sizes.
     """
     iterate_resized(fusion)
     known = _decided(fusion, lambda _: None)
@@ -501,8 +510,8 @@ def replace_scalars(fusion: Fusion, known: Mapping[Scalar, Scalar]) -> None:
 
 
 def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[Scalar, Scalar]:
-    """Returns the replacements of the symbols of extents: 0 if the value is 0, else a symbol that
-    is at least 1.
+    """Returns a replacement for each symbol that is an extent: the constant 0 if its value is 0,
+    else a new symbol with the lower bound 1.
 
     `value` returns the value of a symbol, or None if the value is unknown.
     """

@@ -46,11 +46,11 @@ def look_up_first(fusion: Fusion) -> None:
         T2 = sub(T0 [n, v], T1 [n, 1])             T4 = takeAlongAxis(T0, T5, dim = 1)
         T3 = takeAlongAxis(T2, T5, dim = 1)   ->   T3 = sub(T4, T1)
 
-    Before: any fusion. After: no table that only its lookup reads is the result of a cast, sum,
-    difference, product or negation that could be moved. Such an op has one floating-point operand
-    with the looked-up axis, and its other operands are constant along this axis. These ops cost
-    less than the memory traffic that they save, even if elements are looked up repeatedly. NaN
-    stays NaN.
+    Before: any fusion. After: no lookup can be moved any further. A lookup is moved if nothing else
+    reads its table, and if a cast, sum, difference, product or negation computes the table from one
+    floating-point operand with the looked-up axis; other operands are constant along this axis.
+    These ops cost less than the memory traffic that they save, even if elements are looked up
+    repeatedly. NaN stays NaN.
     """
     is_done = False
     while not is_done:
@@ -66,10 +66,11 @@ def look_up_first(fusion: Fusion) -> None:
 
 
 def _source(fusion: Fusion, op: LookupOp, made: TensorOp) -> TensorView | None:
-    """Returns the operand of `made` from which the lookup `op` can read instead of its table.
+    """Returns the tensor from which the lookup `op` can read instead of its table: the operand of
+    `made` that has the looked-up axis.
 
-    `made` is the op that computes the table, and then needs to compute only the elements that are
-    looked up. Returns None if `made` has no such operand.
+    `made` is the op that computes the table. After the exchange, it computes only the elements that
+    are looked up. Returns None if the two ops cannot be exchanged.
     """
     table = op.table
     is_placed = table.mesh_is_user_set or bool(table.cut_lines)
@@ -86,11 +87,10 @@ def _source(fusion: Fusion, op: LookupOp, made: TensorOp) -> TensorView | None:
 
 
 def _fits(op: LookupOp, others: set[TensorView]) -> bool:
-    """Returns whether the lookup's result can be an operand of the elementwise op that now computes
-    the table of the lookup `op`.
+    """Returns whether the lookup `op` can be exchanged with the elementwise op that computes its
+    table: whether shapes stay compatible if that op reads the result of the lookup instead.
 
-    `others` are the further operands of that elementwise op. Their shapes must be compatible with
-    the lookup's result.
+    `others` are the operands of the elementwise op that are not looked up.
     """
     if any(v.domain.no_reductions[op.axis].expanded is not None for v in others):
         return False

@@ -60,7 +60,8 @@ def infer_layouts(
     - `repeated` has the numbers (ids) of the input axes that have stride 0 for the current inputs,
       so that memory holds one element along them.
     - `fixed` tensors keep their declared order.
-    - `is_part` returns whether the result of an op is a part of its operand's memory.
+    - `is_part` returns whether an op's result lies in the memory of its operand. Such a result has
+      the memory order of the operand.
     """
     updated = {alias.out: alias.into for alias in fusion.aliases}
     follows = {v for op in fusion.exprs for v in op.outputs if _followed_operand(op, v)}
@@ -94,9 +95,9 @@ def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) ->
     """Returns the tensors that library ops read as batches of matrices, directly or through views.
     Their memory order must not be changed.
 
-    Otherwise a batch axis could be inside of a matrix in memory, and torch would copy the tensor.
-    Outputs of the fusion are not in the result. `is_part` returns whether the result of an op is a
-    part of its operand's memory.
+    In another order, a batch axis could be inside of a matrix in memory, and torch would copy the
+    tensor. Outputs of the fusion are not in the result. `is_part` returns whether an op's result
+    lies in the memory of its operand, as that of a view.
     """
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
@@ -116,9 +117,11 @@ def _followed_operand(op: TensorOp, out: TensorView) -> TensorView | None:
 
 
 def _read_by_rows(fusion: Fusion) -> set[TensorView]:
-    """Returns the operands of the library ops that accept batches with any strides. Only their rows
-    must be contiguous: torch copies such an operand if its last axis is not the innermost axis in
+    """Returns the operands of library ops that accept matrices of a batch at any distance in
     memory.
+
+    In these operands, only the rows of a matrix must be contiguous. If the last axis is not the
+    innermost axis in memory, torch copies the operand.
     """
     ops = (op for op in fusion.exprs if isinstance(op, LibraryOp) and op.TAKES_ANY_BATCHES)
     return {v for op in ops for _, v in tensor_operands(op)}

@@ -142,7 +142,8 @@ class Merger:
         `kinds` are the kinds of merges to try, in this order; `_merge_all` describes each. The
         order has these reasons:
 
-        - "reduction" is first: a group that reads one of several sums mostly reads all of them.
+        - "reduction" is first, so that several sums of one kernel are merged before a group that
+          reads their results: such a group mostly reads all of them.
         - None and "tail" follow. These two kinds complete the kernels of reductions, so that groups
           that read the results can merge.
         - "rows" and "whole" are last: kernels along rows and kernels of sums are complete by then.

@@ -103,9 +103,9 @@ def _open_axes(op: TensorOp) -> list[tuple[IterDomain, Scalar]]:
 def iterate_resized(fusion: Fusion) -> None:
     """Makes the axes of slices and pads that may have size 1 ordinary iteration axes, in place.
 
-    Such an axis would otherwise be a broadcast for some sizes and not for others. Kernels that run
-    for several sets of sizes need the same kind for all. Such an axis is then no longer repeated if
-    it has size 1: an op raises an error if its operands have different sizes there.
+    Such an axis would otherwise be a broadcast for some sizes and not for others, but a kernel that
+    serves several sets of sizes needs the same kind for all. An ordinary axis of size 1 is not
+    repeated to match a longer one: an op whose operands have different sizes there raises an error.
     """
     if any(resized_axes(op) or _open_axes(op) for op in fusion.used_exprs()):
         resolve_symbolic(fusion, iter(()), None)
@@ -235,12 +235,12 @@ def _grouped_domain(
     named: Sequence[IterDomain],
     values: Values,
 ) -> TensorDomain:
-    """Returns the axes of a reshape's result: those of the operand, and the merges and splits that
-    derive the axes of the result.
+    """Returns the axes of a reshape's result, with the merges and splits that derive them from the
+    axes of the operand `source`.
 
     Each entry of `groups` has the positions of operand axes, and the sizes of the result axes into
-    which they are reshaped. An axis that the reshape does not change gets the axis number (id) of
-    its entry in `named`.
+    which they are reshaped. If `named` is not empty, the axes of the result get the numbers (ids)
+    of its entries.
     """
     root = [fusion.clone_axis(a) for a in source.domain.no_reductions]
     at = 0
@@ -275,10 +275,11 @@ def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
 def _with_broadcasts(
     fusion: Fusion, op: nodes.ExpandOp, values: Values
 ) -> tuple[list[TensorOp], TensorView]:
-    """Returns ops that turn the axes of size 1 of an expand's operand into broadcast axes, and the
-    new operand.
+    """Returns ops that turn the axes of size 1 of an expand's operand into broadcast axes, and
+    their result, which is the new operand.
 
-    The ops are a reshape that merges all axes, and a reshape that splits the merged axis again.
+    An expand can repeat only broadcast axes. The ops are a reshape that merges all axes, and a
+    reshape that splits the merged axis again, whose result has broadcast axes where the size is 1.
     Returns no ops if no axis with size 1 is expanded.
     """
     inp, sizes = op.inp, [a.size for a in op.inp.domain.no_reductions]

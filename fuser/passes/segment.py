@@ -5,15 +5,17 @@ A tensor is *materialised* if memory must hold it:
 - inputs and outputs of the fusion;
 - operands and results of library ops and communications;
 - tables of lookups;
-- the last tensors that are computed from a reduction's result and have the same size.
+- results of reductions. If further ops compute tensors of the same size from such results alone,
+  the last of these tensors are stored instead.
 
 A kernel computes one materialised tensor from others. Each kernel computes the pointwise ops
 between them that it needs, even if another kernel computes them, too. This costs reads of inputs
 that are mostly read anyway, and saves a write. Kernels that share work are then merged as long as a
 scheduler accepts the result.
 
-Source: the acyclic-partition view of fusion (Herrmann et al. 2017) reduced to cones; nvFuser's
-forwarding of cheap producer chains.
+Source: Herrmann et al. 2017 divide a graph of ops into parts without cycles between them. Here, a
+part is an op with all ops from which it is computed. As in nvFuser, cheap ops are computed again in
+each kernel that needs them.
 """
 
 from __future__ import annotations
@@ -255,7 +257,7 @@ class _Segmenter:
 
         - a library op or a communication, directly or through other such ops;
         - a lookup that uses the result as its table;
-        - a kernel that may not contain the op.
+        - an op that may not be in the same kernel (`may_share_kernel` returns False).
         """
         wanted: set[TensorOp] = set()
         for e in reversed(self.exprs):
@@ -318,10 +320,12 @@ class _Segmenter:
         return stored
 
     def _without_broadcasts(self, tv: TensorView, reduced: dict[TensorView, None]) -> TensorView:
-        """Returns the tensor from which only broadcasts and squeezes compute `tv`, or `tv` itself.
+        """Returns the tensor from which `tv` is computed by broadcasts and squeezes alone, or `tv`
+        itself.
 
         It suffices to store this tensor, because kernels repeat broadcasts and squeezes at no cost.
-        The search ends at the first tensor that is not in `reduced`.
+        `reduced` has the results of reductions and the equally small tensors computed from them.
+        The search does not leave this set.
         """
         while isinstance(e := self.fusion.definition(tv), nodes.BroadcastOp | nodes.SqueezeOp):
             if e.inp not in reduced or self.kind[e] != "kernel":
@@ -330,8 +334,11 @@ class _Segmenter:
         return tv
 
     def _reduced_space(self) -> dict[TensorView, None]:
-        """Returns the results of reductions, and the tensors computed only from such results that
-        have as many elements as their operands. They are small, so that it is cheap to store them.
+        """Returns the results of reductions, and the tensors of the same number of elements that
+        are computed only from such results.
+
+        All of them are small, so that it is cheap to store them. The keys of the dictionary serve
+        as an ordered set.
         """
         reduced: dict[TensorView, None] = {}
         for e in self.exprs:

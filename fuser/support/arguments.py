@@ -337,9 +337,11 @@ def _list(item: Kind, *, is_ordered: bool) -> Kind:
 
 
 def _is_item(item: Kind, value: object) -> bool:
-    """Returns whether `value` is a number, or an object of a library, that a list of `item` takes.
+    """Returns whether `value`, which is passed in place of a list, is meant as a list of one entry
+    of the kind `item`.
 
-    Any other value, such as a tensor, is more likely a wrong argument than a list of one entry.
+    This is so for a number of that kind. If the list accepts any entries, it is so for every object
+    that is not of a built-in type. Any other value is more likely a wrong argument.
     """
     if item is _ANY:
         return type(value).__module__ != "builtins"
@@ -532,8 +534,9 @@ def refuses_swapped(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Returns a decorator for functions of which users often swap the first two arguments.
 
-    For two arguments in the wrong order, `swapped` returns the error message, which says to swap
-    them; otherwise "".
+    The decorated function calls `swapped` with the first two arguments. If they are in the wrong
+    order, `swapped` returns a message that says to swap them, which is raised as an
+    `ArgumentError`. Otherwise, it returns "".
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

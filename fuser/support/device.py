@@ -36,7 +36,8 @@ class DeviceInfo:
       along x, y and z.
     - `preferred_threads_per_block`: 1 on the CPU, where most kernels are plain loops that the
       compiler vectorises.
-    - `max_smem_per_block`: bytes, including the part that a kernel must request.
+    - `max_smem_per_block`: largest number of bytes of shared memory of a CUDA block, including the
+      bytes above the default limit, which a kernel has to opt in to.
     """
 
     kind: str

@@ -126,9 +126,10 @@ INSTEAD_OF_NVFUSER: Mapping[str, Mapping[str, str]] = {
 
 
 def advice_on_nvfuser(owner: str, name: str) -> str:
-    """Returns the name to use instead of nvFuser's `name` of the object `owner`, or "".
+    """Returns the name to use instead of `owner.name`, a name that only nvFuser has.
 
-    `owner` is `fuser`, `fd`, `fd.fec`, or a method such as `fd.execute`.
+    `owner` is `fuser`, `fd`, `fd.fec`, or a method such as `fd.execute`. Returns "" for all other
+    names.
     """
     return INSTEAD_OF_NVFUSER.get(owner, {}).get(name, "")
 
@@ -270,9 +271,10 @@ def user_line() -> str:
 
 
 def warn(text: str, kind: type[Warning] = UserWarning) -> None:
-    """Issues a warning at the user's source line, which Python shows.
+    """Issues a warning that Python shows with the user's source line.
 
-    Warning filters apply to the user's module.
+    The warning belongs to the user's module, not to ours, so that a filter for that module applies
+    to it.
     """
     level, frame = 2, sys._getframe(1)
     while frame is not None and not is_users(frame):

@@ -23,8 +23,9 @@ class KernelSource:
 
     `fuser/codegen/rt.h` describes the form of the text.
 
-    - `uses_barriers`: whether the text uses barriers, shuffles, votes, shared memory or the
-      reduction templates.
+    - `uses_barriers`: whether threads work together, by barriers, shuffles, votes, shared memory or
+      the reduction functions of `rt.h`. On the CPU, such a kernel needs an engine that runs all
+      threads of a block together.
     - `cluster`: if above 1, this number of CUDA blocks along y run at the same time and read each
       other's shared memory.
     """

@@ -623,7 +623,7 @@ def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
 def _check_arguments(kind: str, name: str, args: tuple[str, ...]) -> None:
     """Checks the arguments of an option's name against the table `ARGUMENTS`.
 
-    The name of a dump without effect may have any arguments.
+    If the name is a dump of nvFuser that has no effect here, any arguments are accepted.
 
     Raises:
         OptionError: the arguments are not in the table.

@@ -1,8 +1,8 @@
 """Records: frozen dataclasses that are fast to declare.
 
 A process declares about eighty when it starts. `dataclass(frozen=True)` generates and compiles six
-methods for each class. For a record, only `__init__` is generated. All records share the other
-methods, or these read the fields by name.
+methods for each class. For a record, only `__init__` is generated. The other methods are ordinary
+functions that look up the names of the fields when they are called, or once per class.
 """
 
 from __future__ import annotations
@@ -78,8 +78,10 @@ _FIELDS: dict[type, tuple[str, ...]] = {}
 
 
 def declare_fields(cls: type) -> _Fields:
-    """Makes a class a record without the methods `__eq__` and `__hash__`, and returns its
-    fields.
+    """Makes a class a record (a frozen dataclass that is fast to declare), and returns its fields.
+
+    Unlike `record`, adds no methods `__eq__` and `__hash__`: the class is compared by those that it
+    has or inherits.
     """
     dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
     fields = dataclasses.fields(cls)

@@ -67,9 +67,9 @@ def class_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
     Tensors are alike if they have the same Python class, dtype, device, sizes, strides, laziness
     (of negation and conjugation) and need of a gradient. The function may return False for tensors
-    that are alike, but never returns True for others. Its arguments must be tensors: for other
-    objects, it may raise any error. A nested tensor would end the process. If this version of torch
-    has no such check, returns None.
+    that are alike, but never returns True for others. The caller ensures that all arguments are
+    tensors, and none is a nested tensor: other objects may raise any error, and a nested tensor
+    crashes the process inside of torch. Returns None if this version of torch has no such check.
     """
     make = _private("_dynamo.guards.TensorGuards")
     if make is None or not tensors:
@@ -145,10 +145,11 @@ def range_named(name: str) -> AbstractContextManager[object]:
 
 
 def arithmetic_choices() -> Callable[[], tuple[object, ...]]:
-    """Returns a function that returns the current settings of torch that change results, as a
-    tuple.
+    """Returns a function that returns, as a tuple, the current settings of torch that affect
+    results of library calls, such as autocast.
 
-    An example is autocast. If the settings differ, library calls may have other results.
+    A CUDA graph has captured library calls under certain settings, and may be repeated only while
+    the tuple is the same.
     """
     import torch
 

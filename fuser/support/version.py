@@ -8,9 +8,10 @@ __version__ = "0.1.0"
 
 
 class Version(str):
-    """A version text that is compared by its numbers, also with plain strings.
+    """A version text that is compared by its numbers, also with an ordinary `str`.
 
-    A suffix is ignored, as `+git81c4b22` in `0.2.36+git81c4b22`.
+    For example, `Version("0.2.36+git81c4b22") < "0.2.4"` is False, because 36 is not less than 4. A
+    suffix such as `+git81c4b22` is ignored.
     """
 
     __slots__ = ()
