@@ -123,9 +123,10 @@ class AxisGraph:
         self._close()
 
     def find(self, axis: Axis | IterDomain) -> int:
-        """Returns the smallest number of all axes that are the same axis as `axis`.
+        """Returns the number that represents all axes that are the same axis as `axis`.
 
-        Two axes are the same if the results are equal.
+        This is the smallest of their numbers. Two axes are therefore the same exactly if `find`
+        returns equal numbers for them.
         """
         return self._find(axis.number)
 
@@ -138,10 +139,10 @@ class AxisGraph:
         return self._find(a.number) == self._find(b.number)
 
     def concretized(self, axis: Axis | IterDomain) -> frozenset[int]:
-        """Returns the axes along which ops repeat the broadcast axis `axis`.
+        """Returns the numbers of the axes along which ops repeat the broadcast axis `axis`.
 
-        The repetition may take several ops. Of axes that are the same, only the smallest number is
-        returned.
+        There may be several ops between both axes. If several of the found axes are the same axis,
+        the result has only the smallest of their numbers.
         """
         seen: set[int] = set()
         todo = [self._find(axis.number)]
@@ -163,8 +164,9 @@ class AxisGraph:
         return axis.number in self._axes
 
     def join(self, a: Axis | IterDomain, b: Axis | IterDomain) -> None:
-        """States that two axes are the same. Equal splits or merges of both then result in equal
-        axes.
+        """States that the axes `a` and `b` are the same axis.
+
+        If both are split or merged equally, the resulting axes are then also the same.
         """
         self._union(a.number, b.number)
         self._close()
@@ -204,17 +206,17 @@ class AxisGraph:
         return self._fusion.canonical(self._axes[number].size)
 
     def _keys(self, t: Transform) -> tuple[tuple[object, ...], ...]:
-        """Returns keys of a transform, such as a split. Two transforms are equal if they have a
-        common key.
+        """Returns the keys of a transform of axes, such as a split.
 
-        Subclasses may add keys.
+        Two transforms are equal if they have a common key. Subclasses may add keys.
         """
         return (self._key(t),)
 
     def _key(self, t: Transform) -> tuple[object, ...]:
         """Returns the kind and the parameters of a transform, without its axes, as a key.
 
-        Splits are compared by the sizes of their results, and merges by the size of the inner axis.
+        Transforms with equal keys derive equal axes from equal axes. The parameters of a split are
+        the sizes of its two results. The parameter of a merge is the size of its inner axis.
         """
         match t:
             case SplitTransform():
@@ -229,10 +231,12 @@ class AxisGraph:
                 return ("shift", t.width)
 
     def _close(self) -> None:
-        """Puts axes into one class that equal transforms derive from axes of one class.
+        """Finds axes that are the same because equal transforms, such as splits, derive them.
 
-        Transforms are splits, merges and others. The reverse is also done, if the extents of the
-        source axes are equal. This is repeated until no class changes any more.
+        If two equal transforms have source axes that are the same, their derived axes are put into
+        one class, too. If their derived axes are the same, and their source axes have equal
+        extents, the source axes are put into one class. This is repeated until no class changes any
+        more.
         """
         keyed = [(key, t) for t in self._transforms for key in self._keys(t)]
         changed = True
@@ -255,11 +259,11 @@ class AxisGraph:
 
 
 class ConcretizedGraph(AxisGraph):
-    """An axis graph in which a broadcast axis and the axis along which an op repeats it are the
-    same.
+    """An axis graph in which a broadcast axis is the same as the axis along which an op repeats it.
 
-    Two splits by the same factor, or two merges, of axes in one class also have results in one
-    class. Unlike in `AxisGraph`, the extents of these axes need not be equal.
+    Axes in one class may therefore have different extents. Splits of such axes are equal if they
+    have equal factors, and merges of such axes are always equal. In `AxisGraph`, sizes of the axes
+    must be equal, too.
     """
 
     def _relate(self, pair: AxisPair) -> None:

@@ -53,8 +53,10 @@ class _Axis:
         return f"{size} (local size {size // self.blocks} times {self.blocks} ranks)"
 
     def mismatch(self, expected: int, size: int) -> str:
-        """Returns the sizes of this axis on one rank as text: the size that is needed, and the size
-        that the call passes. `expected` and `size` are global.
+        """Returns text about a wrong size of this axis: the size that is needed and the one passed.
+
+        `expected` and `size` are sizes of the whole axis. If the axis is split over devices, the
+        text has the sizes on one rank.
         """
         if self.blocks == 1:
             return f"size {expected} at axis {self.position}, but got {size}"
@@ -300,11 +302,12 @@ class Binder:
         )
 
     def _whole_hint(self, first: object, size: int, second: object, other: int) -> str:
-        """Returns the hint that a rank passed a whole tensor instead of its shard.
+        """Returns the hint that a rank passed a whole tensor instead of its shard, or "".
 
-        The axes `first` and `second` of two inputs must have equal sizes, but have the global sizes
-        `size` and `other`. If an input is whole, its size is too large by the number of ranks.
-        Returns "" if this explains neither size.
+        `first` and `second` are axes of two inputs. Their global sizes `size` and `other` must be
+        equal, but are not. A global size is computed as the local size times the number of ranks,
+        so it is too large by this factor if a rank passes the whole tensor. The hint is "" if
+        neither size is too large by the factor.
         """
         if not isinstance(first, _Axis) or not isinstance(second, _Axis):
             return ""
@@ -387,9 +390,9 @@ def _counted(text: PythonText, x: Scalar) -> str:
 
 
 def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
-    """Returns the value of an extent, for these values of symbols.
+    """Returns the value of an extent as an int, for the values of its symbols in `values`.
 
-    If the extent contains a division by 0, the value is 0.
+    An extent that contains a division by 0 has the value 0; no error is raised for it.
 
     Raises:
         InputError: a symbol of the extent has no value, because no input determines it.
@@ -479,8 +482,8 @@ def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()
 
     - Tensor: shape, strides, dtype, device, class, whether the tensor is a lazy negative or
       conjugate view, and whether it records gradients. The elements are not in the key.
-    - Number: its type. The value of an integer is included, because shapes may depend on it. The
-      exception are integers at positions in `free`, on which no shape depends.
+    - Number: its type. For an integer, the key also has the value, because shapes may depend on it.
+      The value is omitted at the positions `free`, because no shape depends on these integers.
 
     Memory addresses and ranges of numbers are not in the key. `Contents.check` checks them in each
     call.
@@ -641,9 +644,9 @@ class Contents:
         """Compiles a fast version of `check`, or returns None if some argument is a number.
 
         The compiled function takes the arguments of a call and returns their places (see the
-        class), as `check` does. It returns None if the arguments may need another program than
-        `arguments`, or if `check` would raise an error. The caller then looks up the program by
-        `signature_of`.
+        class), as `check` does. It returns None if the arguments are so different from `arguments`
+        that another compiled program may be needed, or if `check` would raise an error. The caller
+        then looks up the program by `signature_of`.
         """
         tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
         are_alike = class_check(tensors)

@@ -41,9 +41,10 @@ class CanonicalForm:
 
 
 def form_of(fusion: Fusion) -> CanonicalForm:
-    """Returns the canonical form of a fusion: without its numbers, so that equal fusions are equal.
+    """Returns the canonical form of a fusion, in which tensors, axes and symbols are renumbered.
 
-    The key of the form contains everything on which the generated kernels depend.
+    Fusions that differ only in these numbers have forms with equal keys. The key contains
+    everything on which the generated kernels depend.
     """
     tensors = fusion.tensors()
     copy, names, renamed = _without_names(fusion)
@@ -70,9 +71,11 @@ def _(fusion: Fusion) -> Hashable:
 
 
 def without_names(fusion: Fusion) -> Fusion:
-    """Returns a copy of a fusion with new numbers, and without meshes that ops copied to results.
+    """Returns a copy of a fusion with new numbers, and with only those meshes that the user set.
 
-    Copies of equal fusions have equal texts, in whatever order their tensors were annotated.
+    The numbers follow the order of the ops. Meshes that ops copied from operands to results are
+    dropped. The copies of equal fusions therefore have equal texts, even if the users set the
+    meshes in different orders.
     """
     return _without_names(fusion)[0]
 
@@ -114,9 +117,10 @@ def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Ren
 
 
 def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentClasses:
-    """Returns the equalities between extents with renamed symbols, in sorted order.
+    """Returns the equalities between extents with renamed symbols, sorted by their text.
 
-    Then the result does not depend on the order in which the user stated the equalities.
+    `names` maps old to new symbols. The result does not depend on the order in which the user
+    stated the equalities, so it can be a part of a key. `extents` is changed, too.
     """
     extents.rewrite(names)
     made = ExtentClasses()
@@ -195,9 +199,10 @@ def fusion_key(fusion: Fusion) -> Key:
 
 
 def values_key(fusion: Fusion, tensors: Iterable[TensorView]) -> Key:
-    """Returns a hashable key of a program without its ops, for comparisons of programs.
+    """Returns a hashable key of a fusion without its ops, for comparisons of two programs.
 
-    It has inputs, outputs, updates of inputs, equal extents and `tensors`.
+    The key has the fusion's inputs, outputs, updates of inputs and equal extents, and the key of
+    each tensor in `tensors` (`tensor_key`).
     """
     return (
         _value(tuple(fusion.inputs)),
@@ -211,8 +216,9 @@ def values_key(fusion: Fusion, tensors: Iterable[TensorView]) -> Key:
 def tensor_key(tv: TensorView) -> Key:
     """Returns a hashable key of a tensor, for comparisons of two programs.
 
-    It has the tensor's number, dtype, memory, mesh, axes, number of loops shared with its readers,
-    and flags.
+    The key has the tensor's number, dtype, kind of memory, mesh and axes, and the number of loops
+    that it shares with the ops that read it. It also says whether the user set the mesh, and
+    whether the tensor is a scalar on the CPU.
     """
     return (
         tv.number,

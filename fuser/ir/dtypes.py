@@ -329,10 +329,10 @@ def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
 def _combine(hi: DataType | None, lo: DataType | None) -> DataType | None:
     """Returns the dtype to which torch promotes operands of a higher priority and of a lower one.
 
-    `hi` and `lo` are the promoted dtypes of the two groups. torch has three priorities: tensors
-    with dimensions, tensors without, and Python numbers. `lo` has an effect only if its category is
-    higher, for example a float with an integer tensor. None means that there is no operand of this
-    priority.
+    torch has three priorities: tensors with dimensions, tensors without, and Python numbers. `hi`
+    and `lo` are the promoted dtypes of the operands of either priority, or None if there are no
+    such operands. `lo` has an effect only if its category is higher, for example a float number
+    with an integer tensor.
     """
     if hi is None or lo is None:
         return hi if lo is None else lo
@@ -348,9 +348,9 @@ def common_dtype(operands: Sequence[tuple[DataType, Rank]], config: Config) -> D
 
     `operands` are (dtype, priority) pairs. The priority is "dim" for tensors with dimensions,
     "zero_dim" for tensors without, and "scalar" for numbers. An operand of a lower priority has an
-    effect only if its category is higher: a float with an integer tensor. A result of half
-    precision or Float8 becomes Float. `config` is the kind of the op: for example, "float" computes
-    integers in Float.
+    effect only if its category is higher, such as a float number with an integer tensor. A result
+    of half precision or Float8 becomes Float. `config` is the kind of the op: for example, "float"
+    says that the op computes integers in Float.
 
     Source: torch type promotion, with nvFuser's rule that half-precision values are computed in
     Float.
@@ -374,10 +374,11 @@ _OF_NUMBERS = {D.Double: D.Float, D.ComplexDouble: D.ComplexFloat}
 
 
 def number_width(operands: Sequence[tuple[DataType, Rank]]) -> list[tuple[DataType, Rank]]:
-    """Returns the operands, with Python numbers in torch's default width: Float and ComplexFloat.
+    """Returns the operands, with the dtypes of Python numbers replaced by torch's default dtypes.
 
-    In torch's promotion, a number has a category but no width. A width is needed only if no tensor
-    has the number's category, and is then torch's default. `operands` are as for `common_dtype`.
+    Double becomes Float, and ComplexDouble becomes ComplexFloat. In torch's promotion, a Python
+    number has a category (such as float), but no width. torch uses its default width if no tensor
+    has the number's category. `operands` are (dtype, priority) pairs, as for `common_dtype`.
 
     Source: torch's documentation of `torch.result_type` ("wrapped numbers"), with the default dtype
     float32.
@@ -389,8 +390,8 @@ def promote_operands(operands: Sequence[tuple[DataType, Rank]]) -> DataType:
     """Returns the dtype to which torch promotes the operands, which are (dtype, priority) pairs.
 
     The priority is "dim" for tensors with dimensions, "zero_dim" for tensors without, and "scalar"
-    for numbers. Unlike in `common_dtype`, a result of half precision does not become Float; `where`
-    needs this.
+    for numbers. Unlike in `common_dtype`, a result of half precision does not become Float. Ops
+    that only select elements, such as `where`, need this, because they do no arithmetic.
     """
     assert operands, "promotion needs an operand"
     first = operands[0][0]

@@ -188,9 +188,10 @@ class TensorView:
     shape = _ShapeAttribute()
 
     def has_root(self) -> bool:
-        """Returns whether the op derives the axes that users see from others, as a reshape does.
+        """Returns whether the op computes other axes than those that users see.
 
-        These others are called root axes.
+        Such axes are called root axes. For example, a reshape computes the axes of its operand, and
+        then splits and merges them.
         """
         return bool(self.domain.root)
 
@@ -397,10 +398,9 @@ class TensorView:
 
     @checked
     def parallelize_axis(self, axis: Axis | IterDomain, ptype: ParallelType) -> None:
-        """Sets who executes an axis of this tensor: a loop, a thread, a block or a device.
+        """Sets the parallel type of an axis of this tensor: who executes it, such as a thread.
 
-        This is its parallel type `ptype`. `Axis.parallelize` calls this method after its own
-        checks.
+        `Axis.parallelize` calls this method after its own checks.
 
         Raises:
             DefinitionError: the axis is not an axis of this tensor, or `ptype` (such as vectorize)
@@ -445,7 +445,7 @@ class TensorView:
         self.memory = memory_type
 
     def give_memory(self) -> None:
-        """Moves the tensor to global memory, so that it is stored.
+        """Moves the tensor to global memory, so that it exists after the kernel that computes it.
 
         A tensor in symmetric memory, which other devices can access, stays there.
         """
@@ -460,10 +460,10 @@ class TensorView:
     ) -> None:
         """Declares the order of the tensor's axes in memory, outermost first.
 
-        An axis may be one that users see, a loop axis, or an axis on the way from the first to the
-        second by splits and merges. An empty list means the order that users see. `new_contiguity`
-        is one flag for all axes, or one flag per axis: True if there is no gap between neighbours
-        along the axis, and None for a broadcast or reduction axis.
+        The list may contain axes that users see, loop axes, and axes that are derived on the way
+        from the former to the latter by splits and merges. An empty list means the order that users
+        see. `new_contiguity` is one flag for all axes, or one flag per axis: True if there is no
+        gap between neighbours along the axis, and None for a broadcast or reduction axis.
 
         Raises:
             DefinitionError: an axis belongs to another tensor, or the number of flags is wrong.
@@ -496,9 +496,10 @@ class TensorView:
     def rfactor(self, axes: Sequence[int]) -> TensorView:
         """Splits a reduction into two reductions, and returns the result of the first one.
 
-        Kernels use this to reduce in parallel first. The new tensor reduces the loop axes (of the
-        kernel's loops and threads) at the positions `axes`. This tensor then reduces the other
-        reduction axes of the new tensor.
+        Kernels use this to reduce in parallel first. The first reduction has a new tensor as
+        result, and reduces the loop axes at the positions `axes`. Loop axes become loops and
+        threads of a kernel. The second reduction reduces the new tensor over the other reduction
+        axes. Its result is this tensor.
         """
         return PRIMITIVES["rfactor"](self, axes)
 
@@ -558,9 +559,9 @@ Variant = tuple[dict[str, object], str]
 class TensorOp(Op):
     """Base of all ops with tensors as results.
 
-    The methods of this class describe which axes of results and operands correspond. Index
-    computations use `axis_map`. `alike_map` and `cut_map` say which axes are split over devices
-    together.
+    The methods of this class say which axes of results and operands correspond. Kernels compute the
+    indices of operands by `axis_map`. `alike_map` and `cut_map` say which axes are split over
+    devices together.
     """
 
     # The tensor operands by priority for sharding; (): those with the most sharded axes first.
@@ -577,8 +578,8 @@ class TensorOp(Op):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         yield {}, cls.TEXT
 
@@ -626,8 +627,9 @@ class TensorOp(Op):
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
         """Returns, per axis of `out`, the operand axis that devices may split together with it.
 
-        The entry is None if there is no such axis. This is `alike_map` without the axes that must
-        not be split, because one part of the result needs several parts of the operand along them.
+        The entry is None if there is no such axis. The result is that of `alike_map`, except for
+        axes that must not be split: along such an axis, a part of the result needs several parts of
+        the operand. Their entries are None.
         """
         return self.alike_map(operand_index, out)
 
@@ -685,10 +687,10 @@ class Alias:
 class Declared:
     """A statement that the sizes `a` and `b` are equal, which does not follow from any op.
 
-    The statement comes after the op that computes the tensor `after`, or before the first op if
-    `after` is None. `by_output` is False if the user wrote the statement. It is True if the
-    statement follows from an update in place, because the output and the updated input have equal
-    shapes.
+    The statement stands in the program after the op that computes the tensor `after`, or before the
+    first op if `after` is None. `by_output` is False if the user wrote the statement. It is True if
+    the statement follows from an update of an input in place, because the output and the input that
+    it updates have equal shapes.
     """
 
     after: TensorView | None
@@ -793,7 +795,8 @@ class Fusion:
     def next_scalar(self) -> int:
         """Returns an unused number for the name of a scalar, such as 3 for `i3`.
 
-        A constant that the user defines also uses up a number, as in nvFuser.
+        A constant in the user's definition also uses up a number, although its text has none. The
+        numbers then agree with nvFuser's.
         """
         self._next_scalar += 1
         return self._next_scalar - 1
@@ -1139,9 +1142,10 @@ class Fusion:
             self.unify_extents(a, b, reason)
 
     def assume(self, extent: Scalar, value: Scalar) -> None:
-        """Lets the schedule assume that an extent has a value.
+        """States that the schedule relies on the extent `extent` being equal to `value`.
 
-        Each launch of the kernel that is compiled from this fusion checks the value.
+        The fusion then treats both as equal. Each launch of the kernel that is compiled from this
+        fusion checks the equality.
         """
         self.assumed = (*self.assumed, eq(self.canonical(extent), value))
         self.unify_extents(extent, value, "the schedule")
@@ -1247,8 +1251,9 @@ class Fusion:
 def canonical_key(fusion: object) -> Hashable:
     """Returns a hashable key of a fusion, for comparisons. Equal keys mean equal structure.
 
-    Numbers of tensors, axes and symbols have no influence. The implementation is in
-    `fuser.ir.canonical_form`, which imports this module and registers it.
+    Numbers of tensors, axes and symbols have no influence. This function only dispatches on the
+    type of its argument. The implementation for fusions is in `fuser.ir.canonical_form`, which
+    imports this module.
     """
     raise AssertionError(
         f"internal error: a canonical key exists only of a fusion, but {type(fusion).__name__} was "
@@ -1267,7 +1272,7 @@ def _tensors_of(ops: Iterable[TensorOp]) -> tuple[TensorView, ...]:
 
 
 def _with_operand(op: TensorOp, old: TensorView, new: TensorView) -> TensorOp:
-    """Returns the op with operand `old` replaced by `new`; the results do not change."""
+    """Returns a copy of the op with operand `new` instead of `old`. It has the same results."""
     results = set(op.outputs)
     return op.map_values(lambda v: new if v is old and v not in results else v)
 
@@ -1286,9 +1291,9 @@ def tensor_text(tv: TensorView) -> str:
 def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
     """Returns the fusion as text in the format of nvFuser's `print_math`: inputs, outputs and ops.
 
-    By default, the text omits ops on which no output depends. Each op then comes before the first
-    op that reads its result, starting from the first output. With `used_only=False`, the text has
-    all ops in program order.
+    By default, the text has only the ops on which outputs depend, in the order of a depth-first
+    search from the outputs. With `used_only=False`, it has all ops in program order. In both cases,
+    an op comes after the ops that define its operands.
     """
     lines = ["Inputs:"]
     lines += [f"  {value_text(v)}" for v in fusion.inputs]

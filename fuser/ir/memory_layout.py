@@ -46,9 +46,9 @@ def expanded_positions(tv: TensorView) -> tuple[int, ...]:
 def memory_order(tv: TensorView) -> MemoryOrder:
     """Returns pairs (position, contiguity flag) of a tensor's axes, outermost in memory first.
 
+    There is one pair per axis that users see, even if the axis is split over devices or streams.
     Reduction axes are not counted. The flag is True if there is no gap between neighbours along the
-    axis, and None for a broadcast axis. An axis that is split over devices or streams has only one
-    pair.
+    axis, and None for a broadcast axis.
 
     Raises:
         UnsupportedError: the declared memory order is not an order of the axes that users see.
@@ -110,10 +110,10 @@ def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 
 def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """Returns the strides of a tensor with these extents, as far as its declaration says them.
+    """Returns the strides of a tensor with these extents, with symbols for unknown strides.
 
-    If an axis may have gaps between neighbours, its stride is unknown, and the result has a new
-    symbol for it. `extents` and the result have one entry per axis that is not reduced.
+    A stride is unknown if the tensor is declared with possible gaps between neighbours along the
+    axis. `extents` and the result have one entry per axis that is not reduced.
     """
     axes = tv.domain.no_reductions
     sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
@@ -195,8 +195,10 @@ def _strides(
 
 
 def _no_gaps(axis: IterDomain) -> Scalar:
-    """Raises `AssertionError`. This function is passed to `_strides` for tensors without gaps,
-    where a function that returns the stride of an axis with gaps is never called.
+    """Raises `AssertionError`, because a tensor without gaps was found to have an axis with gaps.
+
+    `_strides` needs a function that returns the stride of such an axis. For tensors without gaps,
+    this function is passed, and never called.
     """
     raise AssertionError(
         f"internal error: axis {axis} is declared non-contiguous, but its tensor has no gaps in "
@@ -221,9 +223,10 @@ def layout_of(
     """Returns the layout class of a tensor with these sizes and strides, without reduction axes.
 
     A kernel is compiled for one layout class: an order of the axes in memory, and one flag per axis
-    that says whether there are no gaps along it. `declared` is the memory order of the definition.
-    The class has this order if the strides allow it, so that axes of extent 1 do not create new
-    classes. `skipped` marks broadcast axes, whose flag is always True.
+    that says whether there are no gaps along it. `declared` is the memory order that the user
+    declared. The class has this order if the strides allow it, because the strides of axes of
+    extent 1 are arbitrary and must not lead to new classes. `skipped` marks broadcast axes, whose
+    flag is always True.
     """
     real = [k for k in declared if shape[k] != 1 and not skipped[k]]
     order = list(declared)
@@ -274,8 +277,9 @@ class LayoutClasses:
     def layout_of(self, t: torch.Tensor | StridedLayout) -> Layout:
         """Returns the layout class of a tensor that a call passes, for which a kernel is compiled.
 
-        If the definition fixes the memory layout (`order` is None), all tensors have the same
-        class.
+        The class depends on the strides of the tensor. The exception is an input whose declared
+        memory order has axes that users do not see, such as parts of a split axis. Then `order` is
+        None, and all tensors have the same class.
         """
         if self.dense is not None and t.is_contiguous() and t.numel():
             return self.dense
@@ -286,10 +290,11 @@ class LayoutClasses:
         )
 
     def repeated(self, t: torch.Tensor) -> tuple[int, ...]:
-        """Returns the positions of axes of stride 0 that are no broadcast axes in the definition.
+        """Returns the positions of the axes along which the elements of tensor `t` are repeated.
 
-        A call passes such a tensor if it was expanded in torch. Memory holds one element along the
-        axis.
+        These axes have stride 0, because the caller expanded the tensor in torch, and memory holds
+        one element along them. Axes that the definition declares as broadcast axes are not
+        included.
         """
         if t.is_contiguous():
             return ()

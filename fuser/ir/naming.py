@@ -78,7 +78,7 @@ def _how_to_cut(domain: TensorDomain, axis: IterDomain, count: int) -> str:
 def in_ir(*things: object) -> str:
     """Returns a second line for an error message, which shows `things` as texts of the IR.
 
-    Example: `in the IR: iS4{i0} of T1_g_float[..]`. `of` joins the arguments.
+    The word `of` stands between the texts. Example: `in the IR: iS4{i0} of T1_g_float[..]`.
     """
     return f"\n  in the IR: {' of '.join(map(str, things))}"
 

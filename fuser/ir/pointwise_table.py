@@ -55,11 +55,12 @@ class PointwiseRow:
 
     - `arity`: the number of operands. `rule`: how the dtypes of the operands determine the dtype in
       which the op computes, and that of the result.
-    - `torch`: the reference function, for tensors of the dtype in which the op computes.
+    - `torch`: the reference function, for tensors of the dtype in which the op computes. `meaning`:
+      a sentence that says what it returns.
     - `cuda`, `cuda_int`: the C++ expression, and the C++ expression for integers if it differs.
     - `text`: the operator or function in texts of the IR.
-    - `float_text`: the same for a floating result. For one operand, it is used only for a Float
-      result.
+    - `float_text`: the operator or function in texts if the dtype of the result is floating. For an
+      op with one operand, it is used only if the dtype is Float.
     - `scalar`: the name of the op on scalars.
     - `domains`: per operand, the values that tests may draw (`tests.support.op_samples`).
     - `of_bools`: the kind of op that replaces this kind if all operands are Bool.
@@ -293,7 +294,7 @@ def _pow(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
 
 
 def _clamp(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Returns min(max(x, low), high), or x if x equals a bound; NaN if an operand is NaN."""
+    """Returns min(max(x, low), high); NaN if an operand is NaN; -0.0 for x = -0.0 and low = 0."""
     above = torch.where((x < low) | low.isnan(), low, x)
     return torch.where((above > high) | high.isnan(), high, above)
 

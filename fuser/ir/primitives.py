@@ -160,8 +160,8 @@ def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
     r{d}, r{K/d}]` and axes (2,), the new tensor is `[i, i{d}, r{K/d}]` and tv is `[i, r{d}]`; i are
     iteration axes, r reduction axes.
 
-    The new tensor also stores the old axes of `tv`, from which splits derive its own axes (as root
-    axes). It has the mesh of `tv` and no parallel types.
+    If the reduced axes come from splits or merges, the new tensor also stores copies of the axes
+    before them (as root axes). The new tensor has the mesh of `tv` and no parallel types.
 
     Raises:
         DefinitionError: `tv` is not a reduction, or `axes` are not some (but not all) of its
@@ -211,10 +211,10 @@ def _zero(dtype: DataType) -> sc.Scalar:
 
 
 def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
-    """Returns the tensor that is the result of the first of the two reductions of an rfactor.
+    """Returns the new tensor of an rfactor, which splits the reduction `tv` into two reductions.
 
-    An rfactor splits the reduction `tv` into two. The new tensor reduces the loop axes of `tv` with
-    the numbers `listed`. The other reduction axes of `tv` become iteration axes.
+    The new tensor is the result of the first reduction. It reduces the loop axes of `tv` with the
+    numbers `listed`. The other reduction axes of `tv` become iteration axes of the new tensor.
     """
     fusion, domain = tv.fusion, tv.domain
     history = transforms_between(domain, domain.logical, domain.loop)
@@ -259,8 +259,9 @@ def _connected(
     """Returns the numbers of the loop axes `listed`, and of all axes that are connected with them.
 
     Two axes are connected if a chain of splits and merges in `history` leads from one to the other.
-    `history` has the splits and merges from the axes that users see to the loop axes. An rfactor
-    computes connected axes together.
+    `history` leads from the axes that users see to the loop axes. The op of the new tensor of an
+    rfactor applies these splits and merges itself, because some of their axes are reduced and
+    others are not.
     """
     found = set(listed)
     changed = True
@@ -301,11 +302,11 @@ def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
 
 
 def _kept_contiguity(old: TensorDomain, logical: tuple[IterDomain, ...]) -> tuple[bool | None, ...]:
-    """Returns the contiguity flags of a tensor after an rfactor: whether each axis has no gaps in
-    memory.
+    """Returns the contiguity flags of a tensor after an rfactor, one per axis.
 
-    `old` are the axes of the tensor before the rfactor, and `logical` those after it. Axes that are
-    not reduced keep their flags. The flag of a reduction axis is None.
+    A flag is True if the axis has no gaps in memory. `old` are the axes of the tensor before the
+    rfactor, and `logical` those after it. Axes that are not reduced keep their flags. The flag of a
+    reduction axis is None.
     """
     flags: Mapping[int, bool | None] = dict(
         enumerate(

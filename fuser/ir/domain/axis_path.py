@@ -64,8 +64,8 @@ def transforms_between(
 def _producers(domain: TensorDomain, wanted: set[int], stop: set[int]) -> list[Transform]:
     """Returns the transforms that derive the axes `wanted` from the axes `stop`, in order.
 
-    Both sets have axis numbers. The function changes `wanted` in place: it removes the axes `stop`
-    and adds the axes that are derived on the way.
+    Both sets have axis numbers. The set `wanted` is changed: afterwards, it lacks the axes in
+    `stop`, and also has the axes from which the returned transforms derive others.
     """
     wanted -= stop
     picked: list[Transform] = []
@@ -81,10 +81,11 @@ def path(
 ) -> tuple[PathStep, ...]:
     """Returns the transforms, with directions, that lead from axes `sources` to axes `targets`.
 
-    `replay` computes values along them. Backward steps come first, then forward steps. A target
-    that is derived from a source, or from which a source is derived, is always reached. Any other
-    target is reached only if the sources determine its value, as in memory axes -> logical axes ->
-    loop axes.
+    `replay` computes values, such as indices, along the result. Backward steps come first, then
+    forward steps. The path leads to every target that is derived from a source, or from which a
+    source is derived. It also leads to a target that is derived from axes whose values the sources
+    determine. For example, memory axes determine the axes that users see, which determine the loop
+    axes.
     """
     start = {a.number for a in sources}
     goal = {a.number for a in targets} - start
@@ -157,8 +158,9 @@ class Rules(Generic[V]):
     def shift(self, t: Shift, rows: Any, inp: Any) -> tuple[V | None, V | None]:
         """Returns the values of (axis of rows, shifted axis) from those of the two source axes.
 
-        A value is, for example, the index or the size of an axis. A `Shift` moves each row so that
-        vector accesses are aligned.
+        A value is, for example, the index or the size of an axis. A `Shift` moves each row of a
+        tensor by some elements, so that vector accesses are aligned. `rows` and `inp` are the
+        values of the axis that numbers the rows and of the axis within a row.
         """
         return None, None
 
@@ -192,10 +194,11 @@ class Rules(Generic[V]):
         return None
 
     def unshift(self, t: Shift, same: Any, out: Any) -> tuple[V | None, V | None]:
-        """Returns the values of (axis of rows, axis in a row) before a shift from those after.
+        """Returns the values of (axis of rows, axis within a row) before a shift from those after.
 
-        A value is, for example, the index or the size of an axis. A `Shift` moves each row so that
-        vector accesses are aligned.
+        A value is, for example, the index or the size of an axis. A `Shift` moves each row of a
+        tensor by some elements, so that vector accesses are aligned. `same` and `out` are the
+        values of the axis of rows and of the shifted axis.
         """
         return None, None
 
@@ -309,10 +312,11 @@ class IndexRules(Rules[Scalar]):
         return self._together(t.inner, outer, inner)
 
     def _only_concrete(self, t: MergeTransform) -> bool:
-        """Returns whether a loop over the merge `t` iterates only over one of the two axes.
+        """Returns whether a loop over the merged axis of `t` runs over only one source axis.
 
-        This holds if the other is a broadcast axis, which has only one element. It does not hold
-        for merges by a reshape.
+        This holds if the other source axis is a broadcast axis, because a loop need not repeat its
+        only element. It does not hold for a merge of a reshape: the reshaped tensor has these
+        repetitions as elements.
         """
         outer, inner, out = (self._axes[n] for n in (t.outer, t.inner, t.out))
         return outer.is_broadcast != inner.is_broadcast and not out.rfactor
@@ -345,11 +349,11 @@ class IndexRules(Rules[Scalar]):
         return sc.mod(sc.add(out, self._coordinate_along(t.ptype)), self._axes[t.inp].size)
 
     def _begin(self, t: Shift, row: Scalar) -> Scalar:
-        """Returns the number of positions by which a row is shifted: begin % width.
+        """Returns the number of positions by which a `Shift` moves a row: begin % width.
 
-        begin = row * size is the position of the row in memory. The position of an element is begin
-        + (index after the shift) - result. The result is written as begin - width * (begin //
-        width), because begin then cancels in this sum.
+        `begin` = row * size is the position of the row's first element in memory. The result is
+        written as begin - width * (begin // width). An address is begin + shifted index - result,
+        so the two terms `begin` then cancel.
         """
         begin = sc.mul(row, self._axes[t.inp].size)
         return sc.sub(begin, sc.mul(t.width, sc.floordiv(begin, t.width)))
@@ -378,7 +382,7 @@ def indices_forward(
     *,
     coordinate: Callable[[ParallelType], Scalar] | None = None,
 ) -> dict[int, Scalar]:
-    """Returns `indices`, extended by the indices of the axes that transforms derive from them.
+    """Returns `indices`, extended by the indices of all axes that are derived from these axes.
 
     Keys are axis numbers. `transforms` defaults to all transforms of the domain, such as its
     splits. A transform is skipped if the index of one of its source axes is unknown. `coordinate`
@@ -396,12 +400,12 @@ def indices_backward(
     *,
     coordinate: Callable[[ParallelType], Scalar] | None = None,
 ) -> dict[int, Scalar]:
-    """Returns `indices`, extended by the indices of the axes from which transforms derive them.
+    """Returns `indices`, extended by the indices of all axes from which these axes are derived.
 
-    Keys are axis numbers. `transforms` defaults to all transforms of the domain: the function then
-    computes from indices of loops the indices of the axes that users see and of the op's own axes.
-    `coordinate` returns the device's coordinate along a mesh dimension, which only rotations need
-    (`IndexRules`).
+    Keys are axis numbers. `transforms` defaults to all transforms of the domain, such as its
+    splits. For example, the indices of the axes that users see are computed from those of the
+    loops. `coordinate` returns the device's coordinate along a mesh dimension, which only rotations
+    need (`IndexRules`).
     """
     steps = backward(domain.transforms if transforms is None else transforms)
     return replay(steps, indices, IndexRules(domain, coordinate))
@@ -496,11 +500,11 @@ def partial_splits(domain: TensorDomain, transforms: Iterable[Transform]) -> lis
 
 
 def with_exact_splits(domain: TensorDomain) -> TensorDomain:
-    """Returns a copy of `domain` in which the factor of each split is the exact size of an axis.
+    """Returns a copy of `domain` in which each split has the size of a derived axis as factor.
 
-    A factor gives the size of the inner axis, or of the outer axis if `inner_split` is False. After
-    all sizes of a domain have been replaced by the sizes on one device, the old factors are wrong.
-    The copy has the sizes of the axes as factors.
+    This is the inner axis, or the outer axis if `inner_split` is False. The function is used after
+    the sizes of all axes were replaced by the sizes on one device: the factors are then still those
+    of the whole tensor, and no longer equal the sizes.
     """
 
     def exact(t: Transform) -> Transform:

@@ -251,8 +251,9 @@ def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -
 def _run(ids: Sequence[int], count: int, at: int) -> tuple[int, int]:
     """Returns (length, distance) of the longest range of items that begins with item `at`.
 
-    An item is `count` consecutive entries of `ids`, the ranks of a mesh. In a range, each item is
-    the one before plus `distance`. Such items are written shortly, as in `0..56 by 8`.
+    An item is `count` consecutive entries of `ids`, the ranks of a mesh. Items form a range if each
+    rank of an item is the corresponding rank of the item before plus `distance`. A range has a
+    short text, such as `0..56 by 8`.
     """
     if (at + 1) * count >= len(ids):
         return 1, 0
@@ -326,9 +327,10 @@ def _made(cursor: Cursor, start: int, items: list[object]) -> DeviceMesh:
 
 
 def _known(cursor: Cursor, end: int) -> DeviceMesh | None:
-    """Returns the mesh that was already read from the same text, or None.
+    """Returns the mesh that was read earlier from an equal text, or None.
 
-    The text reaches from the cursor to `end`. If there is such a mesh, the cursor moves to `end`.
+    The text reaches from the cursor to position `end`. If the mesh is found in the cache, the
+    cursor moves to `end`.
     """
     known = _read.recall(cursor.text[cursor.pos : end])
     if known is not None:
@@ -354,10 +356,11 @@ def _read_item(c: Cursor, depth: int) -> object:
 
 
 def _after(c: Cursor, first: object, last: object, step: int | None, at: int) -> list[object]:
-    """Returns the items of the range `first..last by step` without `first`, for the text of a mesh.
+    """Returns the items of a range in the text of a mesh, except the first one.
 
-    An item is a rank or a nested list of ranks. If `step` is None, it is the number of ranks in
-    `first`. `at` is the position in the text that an error names.
+    The text of the range is `first..last by step`. An item is a rank, or a nested list of ranks. If
+    the text has no `by`, `step` is None, and the distance is the number of ranks in an item. `at`
+    is the position in the text that an error message shows.
     """
     try:
         (ids, shape), (ends, other) = _flatten(first), _flatten(last)

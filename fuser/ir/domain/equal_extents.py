@@ -1,12 +1,12 @@
-"""Equal extents (sizes of axes) of a fusion, and the one that represents all equal ones.
+"""Equal extents (sizes of axes) of a fusion, and the extent that represents all equal ones.
 
-Ops that join axes require equal extents. If one side is a symbol, such as `i0`, it is replaced by
-the other side everywhere. If both sides are symbols, the symbol with the higher number is replaced.
-The replacement is called the representative.
+Ops that join axes require equal extents. If one of two equal extents is a symbol, such as `i0`, the
+other extent replaces it everywhere. If both are symbols, the symbol with the higher number is
+replaced. The replacement is called the representative.
 
-Some equalities cannot replace a symbol: `2*i0 = 3*i1`, `i0 = min(4, i0)`. Such an equality is
-stored unchanged. It replaces only extents that equal its left side as a whole. Every equality is
-also a condition on the inputs, which `fuser.ir.binding` checks.
+In some equalities, no symbol can be replaced: `2*i0 = 3*i1`, `i0 = min(4, i0)`. Such an equality
+replaces only extents that equal its left side as a whole, and not parts of extents. Every equality
+is also a condition on the inputs, which `fuser.ir.binding` checks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ExtentClasses:
         self._is_shared = False
 
     def copy(self) -> ExtentClasses:
-        """Returns a copy. Later changes of the copy do not change this object, and the reverse."""
+        """Returns a copy. Later changes of the copy and of this object do not affect each other."""
         new = ExtentClasses()
         new.__dict__.update(self.__dict__)
         self._is_shared = new._is_shared = True
@@ -63,11 +63,11 @@ class ExtentClasses:
         self._join(a, b, reason)
 
     def _join(self, a: Scalar, b: Scalar, reason: str) -> None:
-        """Stores that `a` and `b` are equal, where `a` replaces the symbol `b` from now on.
+        """Stores that `a` and `b` are equal. If `b` is a symbol, `a` replaces it from now on.
 
-        If only `a` is a symbol, `b` replaces it. If neither is a symbol, the equality is stored,
-        and nothing is replaced inside other extents. The caller ensures that `a` and `b` are
-        results of `canonical`. `reason` describes who requires the equality.
+        If only `a` is a symbol, `b` replaces it. If neither is a symbol, or `b` contains the symbol
+        `a`, the equality replaces only whole extents and no parts of extents. The caller ensures
+        that `a` and `b` are results of `canonical`. `reason` describes who requires the equality.
         """
         if self._is_shared:
             self._classes, self._whole = dict(self._classes), dict(self._whole)
@@ -128,7 +128,7 @@ class ExtentClasses:
         return self._relations
 
     def reason_of(self, x: Scalar, representative: Scalar) -> str:
-        """Returns who required an equality, such as `add of T0 and T1 at model.py:7`.
+        """Returns the reason for an equality of extents, such as `add of T0 and T1 at model.py:7`.
 
         `x` and `representative` are a pair of `relations`. Returns "" if the reason is unknown.
         """
@@ -145,10 +145,10 @@ class ExtentClasses:
             self.write(substitute(x, values), substitute(y, values), reason)
 
     def write(self, x: Scalar, y: Scalar, reason: str = "") -> None:
-        """Stores that two extents are equal, as `unify` does, but prefers `y`.
+        """Stores that two extents are equal. Of two symbols, `y` becomes the representative.
 
-        If both extents are symbols, `canonical` returns `y` for both. In all other cases, `unify`
-        decides.
+        `canonical` then returns `y` for both symbols, even if `y` has the higher number. If `x` or
+        `y` is not a symbol, the method does the same as `unify`.
         """
         x, y = self.canonical(x), self.canonical(y)
         if isinstance(x, Symbol) and isinstance(y, Symbol) and x != y:

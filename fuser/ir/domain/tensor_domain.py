@@ -429,7 +429,8 @@ class TensorDomain:
         """Returns the domain with these axes.
 
         By default, the loop axes are the logical axes (those that users see), and the tensor has no
-        gaps in memory. `between` are further axes that transforms read or derive on the way.
+        gaps in memory. `between` are further axes: those that transforms derive, and from which
+        other transforms derive the axes above.
         """
         axes: dict[int, IterDomain] = {}
         for axis in (*between, *root, *allocation, *(loop or ()), *logical):
@@ -554,8 +555,9 @@ class TensorDomain:
     def dense_rule(self) -> tuple[tuple[int, bool, bool], ...]:
         """The facts about each axis from which the strides of a tensor without gaps are computed.
 
-        One entry per axis that users see, innermost in memory first: (position of the axis, whether
-        the axis is expanded, whether memory holds all elements along it).
+        There is one entry per axis that users see, innermost in memory first. An entry is (position
+        of the axis, whether the axis is expanded, whether memory holds all elements along it).
+        Memory holds one element along a broadcast axis.
         """
         axes = [(p, self.no_reductions[p]) for p, _ in reversed(self.memory_order)]
         return tuple((p, a.expanded is not None, not a.is_broadcast) for p, a in axes)
@@ -698,7 +700,7 @@ class TensorDomain:
 
     @remembered
     def structure(self) -> Structure:
-        """A hashable key of the domain without axis numbers.
+        """A hashable key of the domain, in which positions replace the axis numbers.
 
         Two domains that differ only in axis numbers have equal keys.
         """
@@ -803,9 +805,12 @@ _UNDERIVED = "a logical axis is not derived from the root domain"
 def domain_problem(domain: TensorDomain) -> str | None:
     """Returns an error text for the first rule that a domain violates, or None if it is correct.
 
-    The rules: each axis has a correct contiguity flag, each axis is derived by exactly one
-    transform, and at most one loop axis is split over each mesh dimension, or over CUDA streams by
-    each parallel type for streams.
+    The rules:
+
+    - Each axis in memory has a correct contiguity flag.
+    - Each axis is derived by exactly one transform.
+    - No two loop axes are split over the same mesh dimension.
+    - No two loop axes have the same parallel type of loops over CUDA streams.
     """
     axes = domain.maybe_allocation
     if len(domain.contiguity) != len(axes):

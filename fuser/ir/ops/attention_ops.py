@@ -94,19 +94,26 @@ class AttentionOp(LibraryOp):
         return self.LEADING[len(self.LEADING) - max(more, 0) :] + own
 
     def result_letters(self, out: TensorView) -> str:
-        """Returns one letter per axis of the result `out`. Equal letters correspond."""
+        """Returns one letter per axis of the result `out`, such as n for batches.
+
+        Axes of two tensors with equal letters correspond.
+        """
         field = next(f for f in self.fields_of("result") if getattr(self, f) is out)
         return self.letters(field)
 
     def operand_letters(self, operand_index: int) -> str:
-        """Returns one letter per axis of operand `operand_index`. Equal letters correspond."""
+        """Returns one letter per axis of operand `operand_index`, such as n for batches.
+
+        Axes of two tensors with equal letters correspond.
+        """
         given = [f for f in self.fields_of("operand") if getattr(self, f) is not None]
         return self.letters(given[operand_index])
 
     def followed_by(self, out: TensorView) -> TensorView | None:
-        """Returns the operand whose order of axes in memory `out` takes over.
+        """Returns the operand that determines the order of the axes of the result `out` in memory.
 
-        Returns None if `out` is row-major.
+        Both have the same order. Returns None if no operand determines it, because `out` is
+        row-major.
         """
         followed = (f for field, f in self.FOLLOWED.items() if self._value(field) is out)
         return next(map(self._value, followed), None)
@@ -129,7 +136,10 @@ class AttentionOp(LibraryOp):
         return str(self._value("dropout_p"))
 
     def _value(self, field: str) -> Any:
-        """Returns the value of a field that all attention ops declare, such as `query`."""
+        """Returns the value of a field by its name, such as `query`.
+
+        The subclasses declare the fields, so this base class has no attributes for them.
+        """
         return getattr(self, field)
 
     # ------------------------------------------------------------ axes
@@ -194,14 +204,16 @@ class AttentionOp(LibraryOp):
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
         """Returns the axes of `out` that must not be split over devices.
 
-        These are all axes except batches and heads, because other axes are not independent.
+        These are all axes except batches and heads, because an element of a result needs all
+        elements along such an axis.
         """
         return tuple(k for k, c in enumerate(self.result_letters(out)) if self.is_whole(c))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
         """Returns the axes of operand `operand_index` that must not be split over devices.
 
-        These are all axes except batches and heads, because other axes are not independent.
+        These are all axes except batches and heads, because an element of a result needs all
+        elements along such an axis.
         """
         letters = self.operand_letters(operand_index)
         return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
@@ -242,9 +254,10 @@ class AttentionOp(LibraryOp):
 
 
 def _cut_letters(letters: str) -> str:
-    """Returns the letters with g (heads of keys) replaced by h (heads of queries).
+    """Returns the letters of axes, with g (heads of keys) replaced by h (heads of queries).
 
-    Both are then compared as one axis, because they are split over devices together.
+    Axes with equal letters are split over devices together. Heads of keys and heads of queries need
+    equal letters, because each device needs the heads of keys that its heads of queries read.
     """
     return letters.replace("g", "h")
 
@@ -310,8 +323,8 @@ class SdpaFwdOp(AttentionOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         for *has, grouped in itertools.product((False, True), repeat=4):
             named = zip(("bias", "mask", "scale"), has, strict=True)
@@ -371,8 +384,8 @@ class SdpaBwdOp(AttentionOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         for scale, grouped in itertools.product((True, False), (False, True)):
             absent = {} if scale else {"scale": None}

@@ -91,8 +91,8 @@ class LookupOp(TensorOp):
     def axis_map(self, operand_index: int) -> AxisMap:
         """Returns, per axis of the result, the corresponding operand axis, or None.
 
-        The operand `inputs[operand_index]` is the table or the index. Axes of different length do
-        not correspond.
+        The operand `inputs[operand_index]` is the table or the index. The entry for the table is
+        None along the axes `narrowed`, because the result may be shorter there.
         """
         found: list[int | None] = [None] * len(self.out.domain.maybe_root)
         is_table = operand_index == self.TABLE
@@ -105,23 +105,25 @@ class LookupOp(TensorOp):
         """Returns, per axis of `out`, the operand axis that devices may split together with it.
 
         The entry is None if there is no such axis, or if the result may be shorter than the table
-        along it. Then equal parts of the result do not read equal parts of the table.
+        along it. Devices split each tensor into equal parts. If the result is shorter than the
+        table, the part of the result on one device needs elements of the table on another device.
         """
         return _without(self.narrowed(), self.axis_map(operand_index))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
         """Returns the axes of `out` that must not be split over devices.
 
-        These are the axes along which the result may be shorter than the table. Equal parts of the
-        result would not read equal parts of the table.
+        These are the axes along which the result may be shorter than the table. Devices split each
+        tensor into equal parts, so that a part of the result would need elements of the table on
+        another device.
         """
         return self.narrowed()
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
         """Returns the axes of operand `operand_index` that must not be split over devices.
 
-        These are the looked-up axis of the table, because any position of it may be read, and the
-        axes along which result and table may differ in length.
+        For the table, the looked-up axis is included, because any position of it may be read. The
+        other axes are those along which the result may be shorter than the table (`narrowed`).
         """
         narrowed = self.narrowed()
         if operand_index == self.TABLE:
@@ -237,7 +239,10 @@ class IndexSelectOp(LookupOp):
 
 
 class EmbeddingFwdOp(LookupOp):
-    """Reads the rows of a table that `index` numbers: out[*i, h] = table[index[*i], h]."""
+    """Reads rows of a table at the row numbers in `index`: out[*i, h] = table[index[*i], h].
+
+    `*i` are all axes of the index, and h is the axis of the table's columns.
+    """
 
     out: TensorView = result()
     index: TensorView = operand()
@@ -327,9 +332,10 @@ class GatherOp(_AlongAxisOp):
         return tuple(k for k in found if k != self.dim)
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields (axis, table) for each axis along which the index must not exceed the table.
+        """Yields (axis, table) for each axis along which the table limits the length of the index.
 
-        Axes whose sizes are certainly equal, and `dim`, are omitted.
+        The index must not be longer than the table along these axes. It may be longer along `dim`,
+        so this axis is omitted. Axes along which the sizes are certainly equal are also omitted.
         """
         return ((k, self.table) for k in self.narrowed())
 
@@ -378,28 +384,29 @@ class ScatterOp(LibraryOp):
         return "scatter"
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields (axis, tensor) for each axis along which the index must not be longer than a
-        tensor.
+        """Yields (axis, tensor) for each axis along which a tensor limits the length of the index.
 
-        The tensor is inp, which the index refers to, or src, whose elements are written. Axes whose
-        sizes are certainly equal are omitted.
+        The tensor is inp or src: the index must not be longer. Along `dim`, the index may be longer
+        than inp, so only src limits it. Axes along which the sizes are certainly equal are omitted.
         """
         yield from ((k, self.inp) for k in _differing(self.inp, self.index) if k != self.dim)
         if not isinstance(self.src, Scalar):
             yield from ((k, self.src) for k in _differing(self.src, self.index))
 
     def _whole(self) -> set[int]:
-        """Returns the axes that must not be split over devices: `dim`, and axes of unequal lengths.
+        """Returns the axes that must not be split over devices.
 
-        If two tensors differ in length along an axis, equal parts of both do not correspond.
+        These are `dim`, because any position of it may be written, and the axes along which the
+        sizes of inp, index and src may differ. Along the latter, equal parts of two tensors have
+        different positions.
         """
         return {self.dim, *(k for k, _ in self.limits())}
 
     def axis_map(self, operand_index: int) -> AxisMap:
         """Returns, per axis of the result, the corresponding operand axis, or None.
 
-        All axes of inp correspond by position. For index and src, the entries of `dim` and of axes
-        of different length are None.
+        All axes of inp correspond by position. The axes of index and src do so, except `dim` and
+        the axes along which the sizes of inp, index and src may differ. Their entries are None.
         """
         places = tuple(range(self.out.ndim))
         return places if operand_index == 0 else _without(self._whole(), places)
@@ -407,24 +414,24 @@ class ScatterOp(LibraryOp):
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
         """Returns, per axis of `out`, the operand axis that devices may split together with it.
 
-        Axes correspond by position. The entries of `dim` and of axes along which tensors differ in
-        length are None.
+        Axes correspond by position. The entries of `dim` and of the axes along which the sizes of
+        inp, index and src may differ are None.
         """
         return _without(self._whole(), tuple(range(self.out.ndim)))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
         """Returns the axes of `out` that must not be split over devices.
 
-        These are `dim`, because any position of it may be written, and axes along which tensors
-        differ in length.
+        These are `dim`, because any position of it may be written, and the axes along which the
+        sizes of inp, index and src may differ.
         """
         return tuple(sorted(self._whole()))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
         """Returns the axes of operand `operand_index` that must not be split over devices.
 
-        These are `dim`, because any position of it may be written, and axes along which tensors
-        differ in length.
+        These are `dim`, because any position of it may be written, and the axes along which the
+        sizes of inp, index and src may differ.
         """
         return tuple(sorted(self._whole()))
 
@@ -473,8 +480,9 @@ class IndexPutAccumulateOp(LibraryOp):
     def axis_map(self, operand_index: int) -> AxisMap:
         """Returns, per axis of the result, the corresponding operand axis, or None.
 
-        All axes of acc correspond by position. For other operands, the entries of axis 0 (the rows)
-        and of axes of size 1 are None.
+        All axes of acc correspond by position. For other operands, the entry of axis 0 (the rows)
+        is None, because `index` selects the rows. The entries of axes of size 1 are None, because
+        they are broadcast.
         """
         if operand_index == 0:
             return tuple(range(self.out.ndim))
@@ -483,8 +491,9 @@ class IndexPutAccumulateOp(LibraryOp):
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
         """Returns, per axis of `out`, the operand axis that devices may split together with it.
 
-        Axes correspond by position. The entries of axis 0 (the rows) and of axes of size 1 are
-        None.
+        Axes correspond by position. The entry of axis 0 (the rows) is None, because any row of
+        value may be added to any row of the result. The entries of axes of size 1 are None, because
+        each device needs the only element.
         """
         tv = (self.acc, self.index, self.value)[operand_index]
         axes = tv.domain.no_reductions if tv is not self.index else ()

@@ -1,8 +1,9 @@
 """Products of matrices in groups (`grouped_mm`), and products of scaled Float8 matrices.
 
 In docstrings, each axis has a letter: g groups, m rows, n columns, k the summed axis, 1 an axis of
-one element. The groups divide one of m, n and k, which is called the *ragged* axis. Group i has the
-positions from offsets[i - 1] to offsets[i] - 1. Group 0 begins at 0.
+one element. In a product in groups, the positions along one of the axes m, n and k are divided into
+groups. This axis is called the *ragged* axis. Group i has its positions from offsets[i - 1] to
+offsets[i] - 1. Group 0 begins at 0.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class ProductOp(LibraryOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         for given in itertools.product((True, False), repeat=len(cls.OPTIONAL)):
             yield cls._variant([f for f, has in zip(cls.OPTIONAL, given, strict=True) if not has])
@@ -159,14 +160,19 @@ class ProductOp(LibraryOp):
         return tuple(None if k in whole else place for k, place in found)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the axes of `out` that must not be split over devices.
+        """Returns the axes of `out` that must not be split over devices, as positions.
 
-        An example is k, the axis that is summed over.
+        The positions count the summed axis k, which is the last axis that the op itself computes. k
+        is one of the returned axes, because each element of the result needs all elements along it.
         """
         return tuple(k for k, c in enumerate(self._root_letters()) if self.is_whole(c))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the axes of operand `operand_index` that must not be split over devices."""
+        """Returns the axes of operand `operand_index` that must not be split over devices.
+
+        An example is k, the axis that is summed over: each element of the result needs all elements
+        along it.
+        """
         letters = self._operand_letters(operand_index)
         return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
 
@@ -230,15 +236,19 @@ class ProductOp(LibraryOp):
 
 
 class GroupedMmaOp(ProductOp):
-    """One matrix product per group. The groups divide one axis, which is called the ragged axis:
+    """One matrix product per group of positions along one axis, which is called the ragged axis.
 
-    - mat1 [m, k], mat2 [k, n]: the groups divide k, and out is [g, m, n].
-    - mat1 [g, m, k], mat2 [k, n]: the groups divide n, and out is [m, n].
-    - mat1 [m, k], mat2 [g, k, n]: the groups divide m, and out is [m, n].
+    The letters of axes are g groups, m rows, n columns and k the summed axis. The numbers of axes
+    of mat1 and mat2 determine the ragged axis:
 
-    Group i has the positions from offsets[i - 1] up to, but not including, offsets[i] along the
-    ragged axis. Rows or columns of out that belong to no group are 0; no bias is added to them.
-    Without scales, the matrices may have any floating dtype, which is also the dtype of the result.
+    - mat1 [m, k], mat2 [k, n]: k is the ragged axis, and out is [g, m, n].
+    - mat1 [g, m, k], mat2 [k, n]: n is the ragged axis, and out is [m, n].
+    - mat1 [m, k], mat2 [g, k, n]: m is the ragged axis, and out is [m, n].
+
+    Group i has the positions from offsets[i - 1] (0 for group 0) up to, but not including,
+    offsets[i] along the ragged axis. Rows or columns of out that belong to no group are 0; no bias
+    is added to them. Without scales, the matrices may have any floating dtype, which is also the
+    dtype of the result.
     """
 
     out: TensorView = result()
@@ -270,8 +280,8 @@ class GroupedMmaOp(ProductOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         yield cls._variant([*cls.SCALES])
         yield from super().variants()
@@ -298,8 +308,9 @@ class GroupedMmaOp(ProductOp):
     def is_whole(self, letter: str) -> bool:
         """Returns whether the axis with this letter must not be split over devices.
 
-        These are g (the groups), k (the summed axis) and the ragged axis, which the groups divide.
-        The ragged axis must not be split, because `offsets` are positions along the whole axis.
+        The letters of such axes are g (the groups), k (the summed axis), and the letter of the
+        ragged axis, along which the groups divide the positions. The ragged axis must not be split,
+        because `offsets` are positions along the whole axis.
         """
         return letter in ("g", "k", self.ragged)
 

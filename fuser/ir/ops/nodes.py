@@ -56,8 +56,8 @@ class UnaryOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         for kind in kinds_of(1):
             for is_float in (False, True):
@@ -83,8 +83,8 @@ class CastOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         spellings = {cast_spelling(s, d): None for s in INFO for d in INFO}
         for spelling in spellings:
@@ -118,8 +118,8 @@ class BinaryOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         for kind in kinds_of(2):
             for is_float in (False, True):
@@ -154,8 +154,8 @@ class TernaryOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         for kind in kinds_of(3):
             yield {"kind": kind}, ternary_template(kind)
@@ -177,7 +177,8 @@ class FullOp(TensorOp):
     def exact_numbers(self) -> tuple[Scalar, ...]:
         """Returns the scalar operands that the dtype of the result must represent exactly.
 
-        For a full, this is the fill value if it is an integer, which must not wrap around.
+        This is `value` if it is an integer, because a value that wraps around would fill the tensor
+        with a wrong number.
         """
         return (self.value,) if category(self.value.dtype) == "int" else ()
 
@@ -213,7 +214,8 @@ class IotaOp(TensorOp):
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
         """Returns the axes of `out` that must not be split over devices.
 
-        This is axis 0, because the op has no operand from which this axis could take its split.
+        This is axis 0, the only axis: the op computes all numbers from `start` on, and not a later
+        part of them.
         """
         return (0,)
 
@@ -224,9 +226,9 @@ class RandomOp(TensorOp):
     - kind "uniform": numbers in [a, b), by default [0, 1).
     - kind "normal": numbers with mean a and standard deviation b, by default 0 and 1.
     - Without a seed, each call takes a new seed and offset from torch's generator.
-    - The position of a number is its index in a tensor of `shape`. This is the whole tensor, if out
-      is only a part of it, such as the part that one device stores. `begin` is then the index of
-      out's first element in the whole tensor. Otherwise `begin` is ().
+    - The position of a number is its index in a tensor with the sizes `shape`.
+    - out may be only a part of this tensor, such as the part that one device stores. `begin` is
+      then the index of the first element of out in the whole tensor. Otherwise `begin` is ().
     """
 
     out: TensorView = result()
@@ -253,8 +255,8 @@ class RandomOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         for kind, spellings in cls.KINDS.items():
             for spelled in spellings:
@@ -307,7 +309,8 @@ class RandomOp(TensorOp):
 class LoadStoreOp(TensorOp):
     """A copy, which may permute axes: out = inp.
 
-    If the copy permutes axes, out also stores the axes in the order of inp, as its root axes.
+    If the copy permutes axes, the domain of out stores them in both orders: in that of inp (as root
+    axes) and in that of out (as logical axes).
     """
 
     out: TensorView = result()
@@ -330,8 +333,8 @@ class LoadStoreOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         for kind in LoadStoreOpType:
             for cache_op in CacheOp:
@@ -381,8 +384,8 @@ class Reshard(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         for source in (False, True):
             for target in (False, True):
@@ -525,8 +528,8 @@ class ReductionOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         for kind in cls.KINDS:
             yield (
@@ -584,9 +587,10 @@ class LibraryOp(TensorOp):
         return False
 
     def followed_by(self, out: TensorView) -> TensorView | None:
-        """Returns the operand whose order of axes in memory `out` takes over.
+        """Returns the operand that determines the order of the axes of the result `out` in memory.
 
-        Returns None if `out` is row-major.
+        Both have the same order. Returns None if no operand determines it, because `out` is
+        row-major.
         """
         del out
         return None
@@ -671,8 +675,8 @@ class LinearOp(Contraction):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         yield {}, "{out}\n   = linear({x},\n            {weight},\n            {bias})"
         yield {"bias": None}, "{out}\n   = linear({x},\n            {weight})"
@@ -796,7 +800,7 @@ class PadOp(TensorOp):
     def exact_numbers(self) -> tuple[Scalar, ...]:
         """Returns the scalar operands that the dtype of the result must represent exactly.
 
-        For a pad, this is the value of the added elements if it is an integer, which must not wrap
+        This is the value of the added elements if it is an integer, because it must not wrap
         around.
         """
         return (self.value,) if category(self.value.dtype) == "int" else ()
@@ -837,8 +841,8 @@ class PadOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         yield {"filler": None}, "{out}\n   = pad( {inp}, {widths} )"
         yield {}, "{out}\n   = pad( {inp}, {widths}, {filler} )"

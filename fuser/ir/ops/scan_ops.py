@@ -1,4 +1,4 @@
-"""Scans and sorts: ops along one axis whose results may need all elements of the axis.
+"""Ops along one axis (scans and sorts), whose results may need all elements along this axis.
 
 This axis is never split over devices. The other axes may be split.
 """
@@ -111,7 +111,7 @@ class ScanOp(AlongAxisOp):
     def exact_numbers(self) -> tuple[Scalar, ...]:
         """Returns the scalar operands that the dtype of the result must represent exactly.
 
-        For a scan, this is the initial value.
+        This is the initial value `init` of the cumulative reduction.
         """
         return (self.init,)
 
@@ -123,8 +123,8 @@ class ScanOp(AlongAxisOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         for kind in ReductionOp.KINDS:
             yield {"kind": kind}, cls._template(kind)
@@ -165,8 +165,8 @@ class ArgsortOp(AlongAxisOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         for down, stable in itertools.product((False, True), repeat=2):
             yield {"descending": down, "stable": stable}, cls._template(down, stable)
@@ -208,8 +208,8 @@ class TopKOp(AlongAxisOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The form depends on the attributes of an op. The parser tries the templates on a text, and
-        takes the attribute values of the one that matches.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. The
+        parser takes the first template that matches a text. The op gets its attribute values.
         """
         for largest, in_order in itertools.product((False, True), repeat=2):
             yield {"largest": largest, "sorted": in_order}, cls._template(largest, in_order)

@@ -1,4 +1,4 @@
-"""Compiles symbolic scalars to a Python function, for those that are computed for many sizes.
+"""Compiles symbolic scalars to a Python function, so that new values of symbols need little time.
 
 For example, the scalars i0*i1 + 3 and ceilDiv(i0, 4) become this function:
 
@@ -35,8 +35,8 @@ _CASTS = {"int": "int", "bool": "bool", "float": "float", "complex": "complex"}
 class Computed:
     """Several symbolic scalars. A call computes their values from the values of their symbols.
 
-    The results are those of `evaluate`, but are computed faster. The Python function is compiled at
-    the first call, because many programs see only one size.
+    The results are those of `evaluate`, but a compiled Python function computes them faster. The
+    function is compiled at the first call, so that objects that are never called cost little time.
     """
 
     __slots__ = ("_run", "scalars")

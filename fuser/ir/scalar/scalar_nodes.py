@@ -131,10 +131,10 @@ class Scalar:
         def __rdivmod__(self, other: ScalarLike) -> tuple[Scalar, Scalar]: ...
 
     def __bool__(self) -> bool:
-        """Raises `ArgumentError` in a user's definition, because the value is not known yet.
+        """Raises `ArgumentError`, because the value is known only when the program runs.
 
-        It is known when the program runs. In the compiler, a scalar whose dtype is not Bool is
-        true, as any Python object is.
+        The exception is a scalar whose dtype is not Bool, outside of a user's definition. It is
+        true there, as any Python object is by default.
         """
         if self.dtype is not DataType.Bool and not is_users_comparison():
             return True
@@ -213,9 +213,10 @@ def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
-    """Returns both operands as scalars, converted to the floating dtype of one of them if needed.
+    """Returns both operands as scalars, after converting an integer or Bool to a floating dtype.
 
-    If only one has a floating dtype, an integer or Bool operand is converted to it.
+    This is the dtype of the other operand. If the other operand has no real floating dtype, nothing
+    is converted.
     """
     a, b = as_scalar(a), as_scalar(b)
     if a.dtype is b.dtype:
@@ -316,7 +317,11 @@ class Const(Scalar):
         return Const, (self.value, self.dtype)
 
     def __bool__(self) -> bool:
-        """Returns whether the value is not 0. In the compiler, only the constant False is false."""
+        """Returns whether the value is not 0, in a user's definition.
+
+        In the compiler, returns False only for the constant False. Other constants are true there,
+        even the number 0, as any Python object is by default.
+        """
         if self.value:
             return True
         return self.value is not False and not is_users_comparison()
@@ -395,10 +400,10 @@ _PLAIN_INTS = (DataType.Index, DataType.Int)
 
 
 def alike_literals(args: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
-    """Returns the arguments of an op with integer literals in the integer dtype of the others.
+    """Returns the arguments of an op, with integer literals converted to one integer dtype.
 
-    The text of a literal does not show its dtype. Afterwards, scalars with equal texts are equal
-    objects.
+    This is the integer dtype of another argument. The text of a literal does not show its dtype, so
+    literals of different dtypes would have equal texts, but would be different objects.
     """
     literals = [a for a in args if isinstance(a, Const) and a.dtype in _PLAIN_INTS]
     if not literals:
@@ -535,7 +540,10 @@ def sort_key(x: Scalar) -> tuple[object, ...]:
 
 
 def const(value: AnyNumber, dtype: DataType | None = None) -> Const:
-    """Returns a constant. By default, an int has dtype Index, others have nvFuser's dtype."""
+    """Returns a Python number as a constant. By default, the dtype depends on the number's type.
+
+    An int has dtype Index. Other types have nvFuser's dtypes: Bool, Double and ComplexDouble.
+    """
     if dtype is None:
         dtype = DataType.Index if type(value) is int else dtype_of_python(value)
     return Const(value, dtype)
@@ -575,14 +583,17 @@ def terms_of(x: Scalar) -> dict[Monomial, int]:
 
 
 def join_monomials(a: Monomial, b: Monomial) -> Monomial:
-    """Returns the product of two products, which are tuples of factors, with sorted factors."""
+    """Returns the product of two monomials as a monomial with sorted factors.
+
+    A monomial is the tuple of the factors of a product.
+    """
     return tuple(sorted((*a, *b), key=sort_key)) if a and b else a or b
 
 
 def without_factors(mono: Monomial, part: Monomial) -> Monomial | None:
-    """Returns the factors of the product `mono` without those of `part`, that is, mono / part.
+    """Returns the monomial `mono` divided by the monomial `part`, or None if it is not divisible.
 
-    Returns None if `part` does not divide `mono`.
+    A monomial is the tuple of the factors of a product. The factors of `part` are removed from it.
     """
     rest = list(mono)
     for atom in part:

@@ -170,9 +170,9 @@ def has_index(x: Scalar) -> bool:
 def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
     """Returns the largest (or, with `largest=False`, smallest) value of `x` over all its indices.
 
-    Indices are symbols with an upper bound. Each is replaced by the end of its range that gives
-    this value, so that the result contains no index, but maybe extents. Returns None if the value
-    is unknown.
+    Indices are symbols with an upper bound. Each is replaced by its first or last position,
+    whichever gives this value. The result contains no index, but may contain extents. Returns None
+    if the value is unknown.
     """
     total: Scalar = Const(0, x.dtype)
     for mono, coef in terms_of(x).items():
@@ -213,8 +213,9 @@ _ENDS_OF_DIVISION = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
 def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
     """Returns the largest (or, with `largest=False`, smallest) value of a quotient or remainder.
 
-    `atom` contains an index of a loop, a thread or a mesh dimension, and the value is that over all
-    positions of the index. The divisor must be positive. Returns None if the value is unknown.
+    `atom` is the quotient or remainder, and contains an index, such as that of a loop. The value is
+    computed over all positions of the index. The divisor must be positive. Returns None if the
+    value is unknown.
     """
     x, b = atom.args
     if atom.op in ("/", "%") and not is_nonnegative(x):
@@ -252,10 +253,10 @@ def _is_smaller(a: Scalar, b: Scalar) -> bool:
 
 # ---------------------------------------------------------------- division
 def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
-    """Returns (q, r) with a = q*b + r, where q*b has all terms of `a` that are multiples of b.
+    """Returns (q, r) with a = q*b + r, where q*b has all terms of `a` that are multiples of `b`.
 
-    The quotient of `a` and b is then q plus that of r and b. If b is a sum, the result is (1, 0) if
-    a equals b, else None.
+    Divisions are simplified by this: a / b is then q + r / b. If `b` is a sum, only equality is
+    checked: the result is (1, 0) if `a` equals `b`, else None.
     """
     divisor = single_term(b)
     if divisor is None:
@@ -551,8 +552,9 @@ Rule = Callable[[DataType, Sequence[Interval]], Interval]
 def _quotient(divide: Callable[[int, int], int], beyond: Callable[[int], int]) -> Rule:
     """Returns the rule that computes the bounds of a quotient from the bounds of its operands.
 
-    `divide` computes a quotient of integers, and `beyond` the quotient for an infinite divisor. The
-    kinds of division differ in how they round.
+    `divide` computes a quotient of integers. `beyond` takes a dividend, and returns its quotient by
+    an infinite divisor. The kinds of division have different functions, because they round
+    differently.
     """
 
     def corner(a: End, b: End) -> End:

@@ -273,10 +273,11 @@ class ValueParser:
         return self._declare(tv, start)
 
     def _state(self, axes: dict[int, IterDomain]) -> IterDomain:
-        """Reads an axis at the cursor.
+        """Reads an axis at the cursor, and returns it.
 
-        The text of a tensor contains an axis at several places. It is an error if the texts differ.
-        `axes` maps axis numbers to the axes that were read before.
+        The text of a tensor contains the same axis at several places. `axes` maps axis numbers to
+        the axes that were read before. It is an error if the new text of an axis differs from an
+        earlier one.
         """
         c = self.cursor
         c.skip()
@@ -392,9 +393,10 @@ Attribute = Callable[["Parser"], object]
 class Parser(ValueParser):
     """Parses the text of values and ops, and creates them in one fusion.
 
-    `ops` are the op classes that may occur, by default all tensor ops. `attributes` maps the
-    declared types of further attributes to functions that read them. `bounds` maps the names of
-    integer symbols to their lower bounds.
+    - `ops` are the op classes that may occur, by default all tensor ops.
+    - `attributes` has functions that read values of further types of attributes, by the name of the
+      type, such as "int".
+    - `bounds` maps the names of integer symbols to their lower bounds.
     """
 
     def __init__(
@@ -470,7 +472,8 @@ class Parser(ValueParser):
     def define_index(self, index: Symbol) -> Symbol:
         """Makes the name of `index` mean this symbol until the end of the op that is being read.
 
-        A loop calls it for its index, which hides a symbol of the same name.
+        This method is called while a loop is read. Inside of the loop, the index then hides another
+        symbol of the same name. Returns `index`.
         """
         self._indices.append((index.name, self.symbols.get(index.name)))
         self.symbols[index.name] = index
@@ -480,8 +483,8 @@ class Parser(ValueParser):
     def region(self, start: int, head: str) -> tuple[Op, ...]:
         """Reads the nested ops of an op, such as a loop's body: the lines with deeper indentation.
 
-        `start` is the position of the op. `head` is the line before the nested ops. Returns () if
-        the text does not have this line.
+        `start` is the position of the op. `head` is the line before the nested ops, or "" if there
+        is no such line. Returns () if `head` is not "" and the text does not have it.
         """
         c = self.cursor
         c.skip()
@@ -739,9 +742,9 @@ def parse_fusion_at(
 ) -> Fusion:
     """Reads the text of a fusion from the cursor's position up to the cursor's end.
 
-    `bounds` maps the names of integer symbols to their lower bounds. If `in_full` is not None, it
-    is an error if the text has no section with all axes of each tensor. The error message then
-    shows the position `in_full`.
+    `bounds` maps the names of integer symbols to their lower bounds. If `in_full` is not None, the
+    text must have a section with all axes of each tensor. Otherwise an error is raised, which shows
+    the position `in_full`.
     """
     fusion = Fusion()
     parser = Parser(cursor, fusion, bounds=bounds)
