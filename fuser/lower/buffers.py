@@ -1,9 +1,11 @@
 """Buffers: where the results of stages are stored, and at which index each element is. A stage is
 an op whose result is stored.
 
-A local buffer is in registers. It has one element for each iteration of the serial loops inside the
-buffer's declaration. A stage that reads a local buffer must read exactly the elements that the same
-thread wrote. This is proved by a comparison of the index expressions of writer and reader.
+A local buffer is in registers. It is declared inside the outer loops that its stage shares with the
+stages that read it, and has one element for each iteration of the other serial loops. A stage that
+reads a local buffer must read exactly the elements that the same thread wrote, because registers
+are private to a thread. Lowering proves this: it compares the index expressions of writer and
+reader.
 
 A shared buffer is in shared memory and is addressed by the logical index of the tensor, so any
 thread of the CUDA block may read any element.
@@ -218,11 +220,11 @@ class Buffer:
 
     def _paired(self, reader: Stage) -> list[dict[Scalar, Scalar]]:
         """Returns the possible assignments of the buffer's loops to serial loops of `reader`, the
-        op that reads the buffer.
+        stage that reads the buffer.
 
-        Each assignment maps the index symbol of a buffer loop to that of a loop of `reader`,
-        without a change of the order of loops. Lowering uses it to test whether an element is read
-        at the indices at which it was written.
+        An assignment maps the index symbol of each buffer loop to that of a loop of `reader`, from
+        outer to inner loops. Lowering uses it to test whether an element is read at the indices at
+        which it was written.
         """
         theirs = [
             loop
@@ -312,10 +314,10 @@ def _allocate(ctx: Context, stage: Stage) -> Buffer:
 def _allocate_shared(ctx: Context, stage: Stage, name: str) -> Buffer:
     """Returns the shared-memory buffer of a stage. A stage is an op whose result is stored.
 
-    The position of an element follows from its index along the axes of the declared memory order.
-    Without a declared order, it follows from the index along the axes of the loops. Two kinds of
-    axes are left out, because a CUDA block holds elements of only one position along them at a
-    time: axes over CUDA blocks, and serial loops around the buffer's declaration.
+    The elements are ordered by the tensor's memory order if one is declared, and otherwise by the
+    axes of the stage's loops. Two kinds of axes need no space in the buffer, because a CUDA block
+    holds elements of only one position along them at a time: axes over CUDA blocks, and axes of
+    serial loops around the buffer's declaration.
     """
     domain = stage.tv.domain
     if stage.reference is not None:

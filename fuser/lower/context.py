@@ -199,12 +199,12 @@ class Context:
         return by is not None and parts is not None and by % parts == 0
 
     def partial_splits(self, tv: TensorView, *, of_operand: bool = False) -> list[SplitTransform]:
-        """Returns the splits of axes of `tv` whose factor may not divide the axis, so that the last
-        part is incomplete. The kernel must test the index along each such axis.
+        """Returns the splits of axes of `tv` whose last part may be incomplete, because the factor
+        may not divide the size of the axis. The kernel must test the index along each such axis.
 
-        `of_operand` can be set if `tv` is the result of a reduction. The splits are then those of
-        the axes of its operand, including splits that separate the reduced axes into several
-        reductions (rfactor).
+        With `of_operand`, which is for the result of a reduction, the splits are those of the axes
+        that the reduction reads. If a reduction is divided into several reductions (rfactor), these
+        include the splits that divide it.
         """
         found = self._partial.get((tv, of_operand))
         if found is None:
@@ -223,12 +223,12 @@ class Context:
 def _without_implied(
     transforms: Sequence[Transform], tested: list[SplitTransform]
 ) -> list[SplitTransform]:
-    """Returns the splits in `tested`, except those whose bounds check is unnecessary because
-    another check implies it.
+    """Returns the splits in `tested` that need a bounds check, because no other check implies it.
 
-    For x = block * factor + inner, if x is less than the extent, then `block` is less than the
-    number of blocks. An axis to whose index a shift adds an offset (so that vectors are aligned) is
-    always tested, so a split of such an axis is left out, too.
+    A split writes an index x as block * factor + inner. If x is known to be less than the extent,
+    then `block` is less than the number of blocks, so a split of `block` needs no check. The same
+    holds for an axis to whose index a shift adds an offset (so that vectors are aligned), because
+    such an axis is always tested.
     """
     implied = {t.out for t in shifts_of(transforms)}
     kept: list[SplitTransform] = []
@@ -294,11 +294,12 @@ class Indexer:
         return tuple(known[a.number] for a in stage.tv.domain.no_reductions)
 
     def _promoted_axes(self, stage: Stage, reader: Stage) -> dict[int, Scalar]:
-        """Computes the index along each axis of a broadcast tensor that is computed in the loops of
+        """Returns the index along each axis of a broadcast tensor that is computed in the loops of
         its reader.
 
-        The broadcast axes have size 1, so the tensor has no loops with the reader's extents. Its
-        index is therefore the index at which `reader` reads it.
+        The axes of the tensor have size 1, but its loops are copies of the reader's loops, with the
+        reader's extents. An index along an axis therefore does not follow from the tensor's loops:
+        it is the index at which `reader` reads the tensor, expressed by the copied loops.
         """
         renamed = {
             theirs.symbol: mine.symbol
@@ -520,10 +521,11 @@ def range_conditions(
 
 
 def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
-    """Returns the tests that a thread or CUDA block has an iteration of each loop in `loops`.
+    """Returns the tests that the current thread or CUDA block has an iteration of each loop in
+    `loops`.
 
-    They are necessary because a launch may have more threads or blocks than one of the loops has
-    iterations.
+    A launch may have more threads or blocks than one of the loops has iterations. The excess
+    threads or blocks must do nothing in that loop.
     """
     conds: list[Scalar] = []
     for loop in loops:

@@ -221,7 +221,7 @@ class ScalarValue:
 
 @record
 class Convert:
-    """The value `arg` converted to `dtype`, rounded to nearest even."""
+    """The value `arg` converted to `dtype`, rounded to the nearest value, ties to even."""
 
     arg: Expr
     dtype: DataType
@@ -340,8 +340,8 @@ class Let:
 
 @dataclass
 class LetValue:
-    """The statement `const T symbol = value`. It gives a value that the kernel loads a symbol, so
-    that index expressions can contain the value.
+    """The statement `const T symbol = value`, which gives a symbol to a value that the kernel
+    loads. Index expressions can contain symbols, but no loaded values.
     """
 
     symbol: Symbol

@@ -499,12 +499,13 @@ def _build_nests(nesting: Nesting) -> _Waits:
 
 
 class _Waits:
-    """The number of outer loops that two stages may share if one stage waits for the result of the
-    other. A stage is an op whose result is stored.
+    """The number of outer loops that a stage may share with each stage that waits for its result. A
+    stage is an op whose result is stored.
 
-    Inside the shared loops, the first stage completes its inner loops before the second stage
-    begins. Stages are added from consumers to producers: all readers of a stage are added before
-    the stage, and the depth of an added stage is final.
+    A stage waits for another if it reads the result, directly or through other stages. Inside the
+    shared loops, the other stage completes its inner loops before the waiting stage begins, so the
+    two cannot share these. Stages are added from consumers to producers: all readers of a stage are
+    added before the stage, and the depth of an added stage is final.
     """
 
     def __init__(self) -> None:

@@ -140,12 +140,13 @@ def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 def _name_place(
     build: ValueBuilder, op: LookupOp, place: Expr, extent: Scalar, at: At
 ) -> tuple[Symbol, Symbol]:
-    """Appends the definitions of two symbols, and returns the symbols: whether a loaded index is
-    inside the table, and the index itself. Conditions and addresses can contain symbols, but no
-    loaded values.
+    """Gives symbols to a lookup's index, and returns them: one for whether the loaded index is
+    inside the table, and one for the index itself.
 
-    `place` is the loaded index and `extent` the size of the table axis. For an index outside of the
-    table, the second symbol is 0, which is a legal index.
+    Symbols are needed because conditions and addresses cannot contain loaded values. The
+    definitions of the symbols are appended to the scope in `at`. `place` is the loaded index and
+    `extent` the size of the table axis. For an index outside of the table, the second symbol is 0,
+    which is a legal index.
     """
     mark = build.mark(op.out)
     is_inside = Symbol(f"in{mark}", DataType.Bool, lo=0, hi=1)
@@ -164,8 +165,8 @@ def _name_place(
 
 # ------------------------------------------------------------------ out of loops
 def lift_lookup_indices(body: Body) -> None:
-    """Moves the computations of a lookup's index in front of the loop, in place, if no iteration of
-    the loop changes the index.
+    """Moves the computations of lookup indices in front of a loop, in place, if no iteration of the
+    loop changes the index.
 
     Table reads inside the loop can then become vector loads, and no iteration has to load a lookup
     index first.
@@ -550,11 +551,12 @@ def _is_place(x: Expr) -> TypeGuard[ScalarValue]:
 
 
 def _compare_place(template: str, x: Expr, place: Scalar, out: DataType) -> Expr:
-    """Returns the comparison of a 64-bit value `x` with `place`, which is an index of the element.
+    """Returns the expression, of dtype `out`, that compares a 64-bit value `x` with `place`, an
+    index expression such as the position of an element along an axis.
 
-    The index is split into a 64-bit base and a 32-bit offset, because an addition of 32 bits is
-    cheaper. The offset consists of the terms of the index that change in the thread's own loops and
-    fit in 32 bits. `template` is the C text of the comparison.
+    `template` is the C text of the comparison. The index is passed to it as a 64-bit base and a
+    32-bit offset, because an addition of 32 bits is cheaper. The offset consists of the terms of
+    the index that change in the thread's own loops and fit in 32 bits.
     """
     step = sc.ZERO
     for factors, count in terms_of(place):

@@ -49,10 +49,11 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 def _hint(name: str) -> str:
-    """Returns the text that tells the user what to write for `name`, which no op has.
+    """Returns the text that tells the user which op to write instead of `name`, which is not the
+    name of an op.
 
-    The names of torch's modules are those of its functions in another spelling: `RMSNorm` is
-    `rms_norm`, `LeakyReLU` is `leaky_relu`.
+    Capitals and underscores are ignored in the search for similar names, because users also write
+    the names of torch's modules: `RMSNorm` for `rms_norm`, `LeakyReLU` for `leaky_relu`.
     """
     plain = _plain(name)
     spelled = {_plain(other): hint for other, hint in SPELLED.items()}

@@ -190,10 +190,11 @@ class _Axes:
         return joined if self._op.KEEPS_EXPANDED else unexpanded(joined)
 
     def _flag_for(self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]) -> str:
-        """Returns the hint to pass `enable_gqa`, for the error about unequal sizes of an axis, if
-        keys have fewer heads than queries; otherwise "".
+        """Returns a hint for the error about unequal sizes of an axis: to pass `enable_gqa`, if
+        keys have fewer heads than queries. Returns "" in all other cases.
 
-        `mapped` has each operand that has the axis `letter`, with this axis.
+        `letter` is the axis, and `mapped` has a pair (operand, axis of the operand) for each
+        operand that has this axis.
         """
         sizes = {id(tv): sc.int_value(axis.size) for tv, axis in mapped}
         heads, groups = (sizes.get(id(self._given[field])) for field in ("query", "key"))

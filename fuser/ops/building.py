@@ -327,11 +327,12 @@ def promote_keeping_half(
 
 
 def _promoted_as(values: Sequence[Operand], *, is_on_tensors: bool) -> list[tuple[DataType, Rank]]:
-    """Returns the pair (dtype, kind of operand) of each operand, from which the common dtype is
-    determined.
+    """Returns the pair (dtype, kind of operand) of each operand, from which the common dtype of the
+    operands is determined.
 
-    If the op has tensor operands, a scalar has a narrower dtype than its own here, because only its
-    category (bool, int, float, complex) matters.
+    If the op has tensor operands, only the category (bool, int, float, complex) of a scalar
+    matters, not its width. A Double scalar is then listed as Float, for example, so that it does
+    not widen the result, unless the definition asks for wide numbers.
     """
     operands: list[tuple[DataType, Rank]] = [(operand_dtype(v), rank_class(v)) for v in values]
     is_wide = not is_on_tensors or active_fusion().double_numbers
@@ -389,7 +390,8 @@ def join_axes(
     - An iteration axis is preferred to a broadcast axis, and a constant extent to a symbolic
       extent. Among symbolic extents, the first is used.
     - Extents that must be equal are recorded as equal in the fusion.
-    - A `?` axis may become a broadcast of size 1, so its extent is not recorded as equal to others.
+    - A `?` axis is not known to be a broadcast or not, and may get size 1. Its extent is therefore
+      not recorded as equal to others.
 
     Raises `DefinitionError`, which names both tensors, if two constant extents differ.
     """
@@ -410,10 +412,11 @@ def join_axes(
 
 
 def _size_of_undecided(fusion: Fusion, sizes: Sequence[Scalar]) -> Scalar:
-    """Returns the common size of axes that may turn out to be broadcasts, as a scalar: the first of
-    `sizes` that is not 1.
+    """Returns the common size of axes that may turn out to be broadcasts: the first of `sizes` that
+    is not 1.
 
-    Which of the axes are broadcasts is decided only by the sizes of the program's inputs.
+    Only the sizes of the program's inputs decide which of the axes are broadcasts of size 1. The
+    result is therefore an expression, which selects one of `sizes` in each run.
     """
     *firsts, last = dict.fromkeys(fusion.canonical(x) for x in sizes)
     for x in reversed(firsts):

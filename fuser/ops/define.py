@@ -49,9 +49,10 @@ def define_tensor(*args: object, **kwargs: object) -> TensorView:
 
     - An entry of `shape` is -1 for a symbolic size, 1 for a broadcast axis, and 0 or a number above
       1 for a constant size.
-    - `contiguity` has one entry per axis, in the order of memory (outermost first). It says whether
-      the stride of the axis is the size of everything inside it. None marks a broadcast axis. If
-      the size of such an axis is not 1, its one element in memory is repeated (stride 0).
+    - `contiguity` has one entry per axis, in the order of memory (outermost first). True says that
+      there is no gap in memory: the stride of the axis is the product of size and stride of the
+      next inner axis, or 1 for the innermost axis. None marks a broadcast axis. If the size of such
+      an axis is not 1, its one element in memory is repeated (stride 0).
     - A tensor without axes may have `is_cpu=True`. The tensor is then stored on the host, and each
       run reads its current value.
     - All forms also take `mesh=` and `placements=` (see `fuser.shard`). A mesh without placements
@@ -218,10 +219,11 @@ def _set_layout(
 def compute_tensor_descriptor(
     sizes: Sequence[int], strides: Sequence[int]
 ) -> tuple[list[bool | None], list[int]]:
-    """Returns (contiguity, stride order) of a tensor with these sizes and strides.
+    """Returns (contiguity flags, stride order) of a tensor with these sizes and strides.
 
-    The contiguity flags are in allocation order: axes sorted by decreasing stride. Axes with stride
-    0 stay at their own position.
+    A flag is True if there is no gap in memory between an axis and the next inner axis, and None
+    for an axis of size 1 or stride 0. The flags are in allocation order: axes sorted by decreasing
+    stride. An axis with stride 0 (one element, repeated) keeps the position that it has in `sizes`.
 
     Raises:
         DefinitionError: a stride is negative, or the two lists differ in length.

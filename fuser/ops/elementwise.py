@@ -114,9 +114,9 @@ def _make(name: str) -> Callable[..., Operand]:
 def _help_of(name: str, kind: str) -> str:
     """Returns the docstring of the elementwise op `name`.
 
-    `kind` is a row of the table of elementwise ops. Its text is "As `torch.acos`." or a sentence,
-    from which the docstring is made. If `name` differs from `kind`, the op computes in floats also
-    for integers: `truediv` is such a form of `div`.
+    `kind` names a row of the table of elementwise ops. The docstring is made from the text in this
+    row, which is "As `torch.acos`." or a sentence. An op whose `name` differs from `kind` computes
+    in floats also for integers: `truediv` is such a form of `div`.
     """
     meaning = POINTWISE[kind].meaning
     if name != kind:
@@ -239,7 +239,7 @@ def threshold(x: OperandLike, threshold: ScalarLike, value: ScalarLike, /) -> Op
     `threshold` and `value` are scalars.
 
     Raises:
-        DefinitionError: the dtype of `x` cannot represent a number.
+        DefinitionError: the dtype of `x` cannot represent `threshold` or `value`.
         DtypeError: an operand is complex, or a scalar is of a higher category than `x`.
     """
     return apply_pointwise("threshold", (x, threshold, value))
@@ -321,8 +321,8 @@ class DtypeRule:
     - `sentence`: the text of the rule in `help` and in docs/reference/operations.md.
     - `apply`: converts the operands of a call; returns (operands, dtype of the result). For an op
       with a Bool result, such as a comparison, the dtype is that of the computation.
-    - `takes`: the categories of dtypes that the rule accepts, by the letters of
-      `tests.support.op_samples`.
+    - `takes`: the categories of dtypes that the rule accepts, one letter each: f (floating),
+      i (integer), b (Bool) and c (complex).
     """
 
     sentence: str
@@ -410,7 +410,11 @@ def _fitting(name: str, values: list[Operand]) -> Typed:
 
 
 def _check_fit(name: str, values: list[Operand], dtype: DataType) -> None:
-    """Raises `DefinitionError` if a constant in `values[1:]` cannot be represented in `dtype`."""
+    """Raises `DefinitionError` if a constant operand cannot be represented in `dtype`, the dtype of
+    the first operand and of the result.
+
+    The first operand is not checked, because it has this dtype.
+    """
     for v in values[1:]:
         if not isinstance(v, Const):
             continue

@@ -262,8 +262,8 @@ def gather(arg: TensorView, index: TensorView, dim: int) -> TensorView:
     """Selects elements of `arg` along axis `dim`, as `torch.gather` does.
 
     The result has the shape of `index`. Along axes other than `dim`, `index` may be shorter than
-    `arg`. On a mesh, prefer take_along_axis: gather cannot be sharded along an axis if the sizes of
-    `arg` and `index` are not known to be equal. The exception is axis `dim` of `index`.
+    `arg`. On a device mesh, prefer take_along_axis: gather can be sharded only along axis `dim` of
+    `index`, and along axes on which `arg` and `index` are known to have equal sizes.
 
     Raises:
         DefinitionError: the ranks differ, the index is longer than `arg` along another axis than

@@ -24,8 +24,8 @@ _Values = TensorView | Scalar
 
 # ------------------------------------------------------------------ the user's line
 def _is_caller(frame: FrameType) -> bool:
-    """Returns whether a stack frame runs the user's code: not this project's, torch's or numpy's.
-    Error messages show this line.
+    """Returns whether a stack frame runs the user's code, and not code of this project, torch or
+    numpy. Error messages name the source line of the user's code.
     """
     module = frame.f_globals.get("__name__", "").partition(".")[0]
     return is_users(frame) and module not in ("torch", "numpy")
@@ -128,8 +128,8 @@ def _torch_function(
     """Raises `ArgumentError`, which names the op to use instead of the torch function `function`.
 
     Torch calls this method (`__torch_function__`) if an argument of a torch function is a tensor or
-    scalar of a definition, also for operators. If it raises an error for an operator, torch calls
-    the method of the other operand.
+    scalar of a definition, also for an operator, such as `t + x` with a torch tensor t. After an
+    error of this method for an operator, the method of the other operand (`x.__radd__`) is tried.
     """
     del cls, types
     name = getattr(function, "__name__", str(function))
@@ -176,8 +176,9 @@ _TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 def _array_ufunc(self: _Values, ufunc: Any, method: str, *inputs: Any, **options: Any) -> object:
     """Computes a Python operator on a numpy number and a tensor or scalar of a definition.
 
-    Numpy calls this method (`__array_ufunc__`). It raises `ArgumentError` for every other function
-    of numpy.
+    Numpy calls this method (`__array_ufunc__`) for its operators and elementwise functions if an
+    operand is a tensor or scalar of a definition. For a function that is no Python operator, the
+    method raises `ArgumentError`.
     """
     called: str = ufunc.__name__
     name = _UFUNCS.get(called)

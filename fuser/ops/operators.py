@@ -130,7 +130,8 @@ def _floor_divide(op: str, self: TensorView, other: Any, *, reflected: bool) -> 
 
 
 def _division(name: str, *, reflected: bool = False) -> Callable[[TensorView, Any], Any]:
-    """Returns the method of the operator `//`, or of `divmod`, which returns (`x // y`, `x % y`).
+    """Returns the method for the Python operator `//` (if `name` is "floordiv"), or for the
+    function `divmod`, which returns (`x // y`, `x % y`).
 
     If `reflected`, the tensor is the right operand.
     """
@@ -231,8 +232,8 @@ def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
 
 
 def _chosen_by(item: object) -> str:
-    """Returns a hint for the error about `x[item]`: how to select elements by a tensor or a list.
-    Returns "" for other items.
+    """Returns a hint for the error about `x[item]`: the op that selects elements by a tensor, an
+    array or a list. Returns "" if `item` is of another type.
     """
     if not isinstance(item, TensorView):
         is_list = isinstance(item, list) or hasattr(item, "shape")

@@ -70,7 +70,8 @@ def nv_block_quantize(
       Padding has bits of 0.
 
     Raises:
-        DefinitionError: the last axis is not divided by 32, or `block_size` is not 32.
+        DefinitionError: the size of the last axis is not divisible by 32, or `block_size` is not
+            32.
         DtypeError: the operand is not Half, BFloat16 or Float.
         UnsupportedError: `dtype` is not Float8_e4m3fn, or a `global_scale` is passed.
 

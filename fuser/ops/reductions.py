@@ -248,8 +248,8 @@ def _reduce_axes(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> Ten
 
 
 def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView:
-    """Returns a tensor that is `out`, the result of a reduction, in runs with elements to reduce,
-    and `init` in all other runs.
+    """Returns `out`, the result of a reduction, or `init` in runs in which there are no elements to
+    reduce.
 
     `repeated` is the number of elements along broadcast axes, which have been removed before the
     reduction. The number may be 0 in some runs if the size of an expanded axis is symbolic.

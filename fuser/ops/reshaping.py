@@ -214,12 +214,12 @@ def _place_ones(
 
 
 def _merge_loose(placed: list[AxisGroup], loose: list[int], added: list[int]) -> bool:
-    """Merges the input axes `loose` of a reshape into neighbouring groups of axes, in the list
-    `placed`.
+    """Merges the input axes `loose` of a reshape into neighbouring groups of axes, in place in the
+    list `placed`. Returns whether this was possible.
 
-    The axes `loose` have size 1 but are not broadcasts, so they cannot be squeezed. If `placed` is
-    empty, one of the output axes `added` becomes a group, and is removed from `added`. Returns
-    False if `added` is empty, too.
+    The axes `loose` have size 1 but are not broadcasts, so they cannot be squeezed. If there is no
+    group, one of the output axes `added` (new axes of size 1) becomes a group, and is removed from
+    `added`. If `added` is empty, too, the result is False.
     """
     if not placed and added:
         placed.append(AxisGroup((), (added.pop(0),)))
@@ -514,7 +514,8 @@ def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
 def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
     """Returns `axis` expanded to `size`; `axis` itself if nothing changes.
 
-    Raises `DefinitionError` if a constant size of another axis than a broadcast differs.
+    Raises `DefinitionError` if the axis is no broadcast and has another constant size than the
+    constant `size`.
     """
     fusion = active_fusion()
     value = sc.int_value(size)
@@ -541,7 +542,9 @@ def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
 
 
 def _is_quotient(size: Scalar) -> bool:
-    """Whether a size is a quotient. Such a size is inferred by a reshape for a size of -1."""
+    """Whether a size is a quotient, as a reshape infers it for -1. Such a size may turn out to be
+    1.
+    """
     return isinstance(size, Apply) and size.op in ("/", "floorDiv")
 
 

@@ -85,7 +85,7 @@ def _may_be_one(fusion: Fusion, size: Scalar, left: Scalar, right: Scalar) -> bo
 
 
 def _unclamped(x: Scalar, limit: Scalar) -> Scalar:
-    """Returns `a` if `x` is the expression min(a, limit); else `x`."""
+    """Returns the bound `a` of a slice if `x` is the clamped bound min(a, limit); otherwise `x`."""
     if not (isinstance(x, Apply) and x.op == "min"):
         return x
     others = [a for a in x.args if sc.int_value(sc.sub(a, limit)) != 0]
@@ -117,8 +117,8 @@ def slice(
 
     Raises:
         ArgumentError: the bounds are neither all lists nor all tuples.
-        DefinitionError: there are more or fewer bounds than axes, or constant bounds are out of
-            order.
+        DefinitionError: there are more or fewer bounds than axes, a constant bound is negative, or
+            a constant end is before its start.
         UnsupportedError: a stride is not 1.
 
     Example: `fd.ops.slice(x, [0, 2], [4, 6])` of x [8, 8] is [4, 4], as `x[0:4, 2:6]`.

@@ -1,8 +1,8 @@
 """Op functions along one axis: scans, sorting and the largest elements.
 
 Torch runs these ops; they are not part of kernels. Every device needs the whole axis. A sharded
-axis is therefore gathered first. An expanded axis (one element in memory, repeated) has all its
-elements here.
+axis is therefore gathered first. For these ops, an expanded axis (one element in memory, repeated)
+is an ordinary axis, because the elements of the result along the axis may differ.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class GraphMaker(Protocol):
 
 
 class _ThreadUser(threading.local):
-    """A flag of each thread: whether the thread is registered as one that runs programs. No CUDA
-    graph is captured while other such threads exist.
+    """A thread-local flag: whether the current thread is registered as one that runs programs. No
+    CUDA graph is captured while other such threads exist.
     """
 
     is_known = False
@@ -112,10 +112,10 @@ class Users:
 
     def enter(self) -> None:
         """Registers this thread as one that runs programs, as soon as no CUDA graph is being
-        captured. Sets `here.is_known` to True.
+        captured, and sets the flag `here.is_known` of this thread.
 
-        A thread that Python did not start cannot be registered, for example a thread in which torch
-        computes gradients.
+        A thread that Python did not start, for example a thread in which torch computes gradients,
+        only gets the flag, because Python's list of threads may not contain it.
         """
         with self._lock:
             mine = threading.get_ident()
@@ -208,7 +208,8 @@ def _destroy(library: Any, destroy: Callable[[ctypes.c_void_p], int], handle: An
     """Destroys a CUDA graph or an executable graph by calling `destroy`, a function of the driver,
     with its handle.
 
-    The garbage collector calls this function, possibly while the user captures a CUDA graph.
+    The garbage collector calls this function, possibly while the user captures a CUDA graph. The
+    driver is therefore called in a mode in which the call does not make that capture fail.
     """
     with relaxed(library):
         destroy(handle)

@@ -205,8 +205,8 @@ def _not_started(compiler: str, error: OSError) -> NoCompilerError:
 
 
 def _said(answer: subprocess.CompletedProcess[str]) -> str:
-    """Returns the compiler's output as the end of a sentence: after a colon, or the words ", and
-    wrote nothing".
+    """Returns the end of a sentence about a failed compiler: a colon and the compiler's output, or
+    the words ", and wrote nothing".
     """
     text = answer.stderr.strip() or answer.stdout.strip()
     return f":\n{text}" if text else ", and wrote nothing"

@@ -122,8 +122,8 @@ def architecture(index: int | None) -> str:
 
 
 def compile_for_device(sources: Iterable[KernelSource], arch: str) -> list[CompiledKernel]:
-    """Returns kernels loaded for the GPU architecture `arch`. Those in the disk cache are not
-    compiled. Another kernel is compiled as soon as `sources` yields its source.
+    """Returns the kernels of `sources`, loaded for the GPU architecture `arch`. Only kernels that
+    are not in the disk cache are compiled, each as soon as `sources` yields its source.
     """
     sources, compiled = tee(sources)
     codes = cubins(compiled, arch)

@@ -83,7 +83,8 @@ class GraphMemory:
 
     def make_ready(self, nbytes: int) -> None:
         """Allocates and clears buffers of at least `nbytes` bytes, which later captures of CUDA
-        graphs can use. Must not be called during a capture.
+        graphs can use. The calling thread must not be capturing, because the clearing would be
+        captured, too.
         """
         import torch
 
@@ -106,8 +107,7 @@ class GraphMemory:
         """Returns a zeroed buffer for the CUDA graph that is being captured on the current stream.
         Returns None if no buffer is ready.
 
-        The driver reports when the graph no longer uses the buffer, which another graph can then
-        use.
+        The driver reports when the graph no longer uses the buffer. Another graph can then use it.
         """
         with self._lock:
             self._take_back()

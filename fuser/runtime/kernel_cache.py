@@ -303,8 +303,8 @@ class KernelCache:
         self._keep(lambda: _write_atomically(self.folder / "tuned" / key, data), len(data))
 
     def is_kept(self) -> bool:
-        """Whether compiled kernels can be stored, because the cache folder is writable as far as
-        its permissions show.
+        """Whether compiled kernels can be stored on disk: whether the permissions of the cache
+        folder allow it.
         """
         return os.access(self.folder / "objects", os.W_OK)
 

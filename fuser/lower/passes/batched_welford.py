@@ -1,9 +1,10 @@
 """Mean and variance on the GPU: adds all values of an unrolled loop to an accumulator at once.
 
-An accumulator for mean and variance (Welford) is updated by a division, and each update depends on
-the previous one. Instead, two passes over the values in registers compute their mean and sum of
-squares, and one update adds these. The accumulators of all columns hold equally many values, so
-they share the count and the division:
+Each update of an accumulator for mean and variance (Welford) contains a division and depends on the
+previous update, so updates by single values are slow. This pass adds many values by one update: two
+passes over the values in registers compute their mean and sum of squares, and the update adds
+these. The accumulators of all columns hold equally many values, so they share the count and the
+division:
 
     for i < 16 { for j < 4 { if (i < n) { welford_add(r[j], x[i, j]); } } }
 ->  held = r[0].n; mask = 0;

@@ -97,20 +97,22 @@ class _Sum:
 
     @property
     def depth(self) -> int:
-        """The number of loops and conditions that enclose the statements in the body of the last
-        loop in `loops`, which are loops over the terms of the sum.
+        """The number of elements of `path` (all loops and conditions around the update of the
+        accumulator) from the outermost one to the innermost loop over terms of the sum, inclusive.
 
-        Statements in this body, such as those that add a block of terms to the double-precision
-        accumulator, are already inside the first `depth` elements of `path`.
+        A statement in the body of that loop, such as one that adds a block of terms to the
+        double-precision accumulator, is already inside these loops and conditions. `nest` must not
+        add them again.
         """
         return 1 + next(k for k, s in enumerate(self.path) if s is self.loops[-1])
 
     @property
     def is_long(self) -> Scalar:
-        """The condition that the sum has more than one block of terms.
+        """The condition that the sum has more than one block of terms, so that blocks are summed
+        separately.
 
-        It is always true for a mean and variance (Welford) whose values are collected in an array,
-        because no shorter code exists for this case.
+        It is always true for a mean and variance (Welford) whose values are collected in an array:
+        the code with blocks then serves any number of values.
         """
         if self.collects:
             return sc.const(True)
@@ -135,11 +137,13 @@ class _Sum:
 
     @property
     def is_counted(self) -> bool:
-        """Whether one block of terms spans several executions of the innermost loop over terms.
+        """Whether the end of a block of terms is found by a count of terms, because the block may
+        span several executions of the innermost loop over terms.
 
-        That loop may be short. After each execution, a scalar accumulator is added to the
-        double-precision accumulator, which is cheap. For a whole array this would be expensive, so
-        an array is added only when a full block of terms is complete.
+        This is true for an accumulator array with several loops over terms: to add a whole array to
+        the double-precision accumulators is expensive, so it is done only after a complete block. A
+        scalar accumulator is added after each execution of the innermost loop, even if that loop is
+        short.
         """
         return isinstance(self.target, Element) and len(self.loops) > 1
 
@@ -161,11 +165,12 @@ class _Sum:
         )
 
     def nest(self, statements: list[Statement], *, depth: int = 0) -> list[Statement]:
-        """Returns `statements` inside the loops over the elements of the accumulator.
+        """Returns `statements` inside loops over the elements of the accumulator, so that they run
+        once for each element.
 
-        The loops and conditions are those of `path` (all around the update of the accumulator) from
-        position `depth` on. Loops over terms are left out, and so are the conditions that contain
-        indices of loops over terms.
+        The loops and their conditions are copied from `path` (all loops and conditions around the
+        update of the accumulator), from position `depth` on. Loops over terms of the sum are left
+        out, and so are conditions that contain the indices of such loops.
         """
         own = sc.symbols(self.target.index) if isinstance(self.target, Element) else ()
         reduced = {s.symbol for s in self.path if isinstance(s, For) and s.symbol not in own}

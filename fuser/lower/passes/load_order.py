@@ -218,7 +218,8 @@ _BARRIERS = (Sync, ThreadReduce)
 
 
 def alternate_directions(body: Body) -> None:
-    """Reverses loops over tensors that an earlier loop has just read in order, in place.
+    """Reverses, in place, each loop over a tensor that the previous loop over this tensor has read
+    from the first to the last element.
 
     The reversed loop begins with the elements that the previous loop read last, which are still in
     the cache.

@@ -42,13 +42,13 @@ def expand_unswitch(body: Body) -> Body:
     """Returns a copy of the body in which two versions replace every `Unswitch` statement: one
     without and one with bounds checks.
 
-    The version without checks runs if all checks would succeed in all iterations, and otherwise the
-    version with checks. There are two exceptions:
+    The kernel runs the version without checks if all checks would succeed in all iterations, and
+    otherwise the version with checks. There are two exceptions:
 
-    - If the statement contains a barrier, only the version with checks is used, because threads
-      would wait in different places.
-    - If no iteration has work when a check fails, only the version without checks is used, and
-      nothing runs otherwise.
+    - If the statement contains a barrier, only the version with checks is used, because all threads
+      must wait at the same barrier.
+    - If the body does nothing when a check fails, only the version without checks is used. It runs
+      if all checks succeed.
     """
     out: list[Statement] = []
     for statement in body.statements:

@@ -155,9 +155,9 @@ def _is_uniform(test: Scalar, v: Symbol, width: int) -> bool:
     """Whether a test provably has the same outcome for all values of `v` from 0 to `width - 1`,
     that is, for all elements of a vector.
 
-    `test` compares two sides. The outcome is the same if their difference changes by 1 per
-    iteration and is a multiple of `width` at one end, because the outcome then changes only between
-    vectors.
+    `test` compares two sides, and its outcome changes where their difference goes from -1 to 0. If
+    the difference changes by 1 per iteration, and its smallest value in the vector is a multiple of
+    `width`, this can happen only between two vectors.
     """
     step = _step(test, v)
     if not step:

@@ -842,7 +842,8 @@ def forward(
 
     - `operands`: query, key and value, with axes [.., N, H, L, E].
     - `bias` is added to the scores. Scores where `mask` is False become -inf.
-    - `is_oracle`: whether to compute step by step, in float64 for float64 operands.
+    - `is_oracle`: whether to compute step by step, without torch's attention kernels, as the
+      reference for tests. Float64 operands are then computed in float64.
     - `reads`: which results are read. A result that is not read, other than the output, is empty.
     """
     _check(call, *operands)
@@ -1034,7 +1035,8 @@ def backward(
 
     - `grad_output`: the gradient of the output.
     - `results`: output, log_sumexp, philox_seed and philox_offset of `forward`.
-    - `is_oracle`: whether to compute step by step, in float64 for float64 operands.
+    - `is_oracle`: whether to compute step by step, without torch's attention kernels, as the
+      reference for tests. Float64 operands are then computed in float64.
     """
     _check(call, *operands)
     if grad_output.is_meta:

@@ -192,7 +192,9 @@ def _as(x: Tensor, shape: tuple[int, ...]) -> ViewOf | None:
 
 
 def _is_own(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether `x` already has this shape; the first size may be -1 for any size."""
+    """Whether `x` already has the shape `shape`, so that it needs no view. The first size is not
+    compared, because it may be -1 in `shape` (a size to infer).
+    """
     return x.dim() == len(shape) and x.shape[1:] == shape[1:]
 
 
@@ -438,8 +440,8 @@ def _sizes(op: GroupedMmaOp, given: Mapping[str, Tensor]) -> dict[str, int]:
     """Returns the sizes of the axes of the operands of a grouped product, by the letter of the
     axis.
 
-    They are taken from the tensors, because one device's part may be smaller than the sizes that
-    the program declares.
+    The sizes are taken from the tensors, because one device's part may be smaller than the sizes
+    that the program declares.
     """
     sizes: dict[str, int] = {}
     for field in ("mat1", "mat2", "offsets"):

@@ -1,8 +1,9 @@
 """The random numbers of a random op in torch: those of `codegen/rt_random.h`, on any device.
 
-Philox 4x32-10 computes four 32-bit words from the key `seed` and the counter (offset, index /
-lanes). The words become 4 floats or 2 doubles. Source: Salmon et al., Parallel random numbers: as
-easy as 1, 2, 3 (2011).
+Philox 4x32-10 computes four 32-bit words from the key `seed` and a counter. The words become 4
+floats or 2 doubles, so the counter of the element at `index` is (offset, index // 4) for floats and
+(offset, index // 2) for doubles. Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3
+(2011).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ ROUNDS = 10
 
 
 def philox(seed: int, offset: int, block: Tensor) -> list[Tensor]:
-    """Returns four tensors with the random words of each counter value, as int64 from 0 to 2^32 -
-    1.
+    """Returns the four random words of each counter value, as four int64 tensors of numbers below
+    2^32.
 
-    The key is `seed`. The counter consists of `offset` and `block`, an int64 tensor. Equal keys and
-    counters give equal words.
+    The key is `seed`. A counter value consists of `offset` and an element of `block`, an int64
+    tensor. Equal keys and counters give equal words.
     """
     keys = [seed & _WORD, seed >> 32 & _WORD]
     c = [
@@ -79,7 +80,8 @@ def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Returns x * y + z, rounded once as by a fused multiply-add, so that results equal those of
     kernels.
 
-    In float64, the rounding error of the sum of three parts remains.
+    In float64, three parts whose sum is the exact result are added by ordinary additions, so the
+    last digit may differ.
     """
     if x.dtype is torch.float64:
         p = x * y
@@ -122,8 +124,8 @@ def _units(words: Sequence[Tensor], real: torch.dtype) -> list[Tensor]:
 def _normal(units: Sequence[Tensor], lane: Tensor) -> Tensor:
     """Returns normally distributed numbers, by the Box-Muller method.
 
-    `units` are uniform numbers in (0, 1]. Several results are computed from the same random words,
-    and `lane` is the index of the wanted one among them.
+    `units` are uniform numbers in (0, 1], made from the random words of one counter value. They
+    give several results (4 floats or 2 doubles), of which `lane` selects one.
     """
     u, v = units[0], units[1]
     if len(units) == 4:
