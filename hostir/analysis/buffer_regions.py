@@ -37,25 +37,25 @@ def whole_box(shape: Iterable[int]) -> Box:
 
 
 def whole_axes(shape: Iterable[int]) -> tuple[Owned, ...]:
-    """Describes how a tensor that refers to a whole buffer is stored: each tensor axis runs over
-    one buffer axis.
+    """Returns the buffer axes in which each tensor axis is stored, for a tensor that refers to a
+    whole buffer: tensor axis k is buffer axis k.
 
-    The result has, for each tensor axis, a tuple of triples (buffer axis, buffer elements per index
-    of the tensor axis, number of indices). The tuple has one triple here. Only a reshape that
-    merges buffer axes into one tensor axis needs several.
+    An axis is described by a tuple of triples (buffer axis, buffer elements per index of the tensor
+    axis, number of indices). Here, each tuple has one triple. A tuple has several triples only
+    after a reshape that merges buffer axes into one tensor axis.
     """
     return tuple(((k, 1, n),) for k, n in enumerate(shape))
 
 
 def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | None:
-    """Computes the elements of a buffer that remain if one tensor axis is restricted to the indices
-    from `start` to `start + length`, exclusive.
+    """Selects the indices from `start` to `start + length` (exclusive) of one tensor axis, and
+    computes which elements of the buffer remain.
 
-    `box` has the range of remaining elements along each buffer axis before the restriction. `owned`
-    has a triple (buffer axis, buffer elements per index, number of indices) for each buffer axis
-    that the tensor axis runs over, outermost first. Returns the smaller box, and the triples of the
-    restricted axis. Returns None if the remaining elements do not form a box. For example, the
-    range may end in the middle of a row of merged axes.
+    `box` has the range of elements along each buffer axis to which the tensor refers. `owned`
+    describes the tensor axis: a triple (buffer axis, buffer elements per index, number of indices)
+    for each buffer axis in which the tensor axis is stored, outermost first. Returns the smaller
+    box and the triples of the shortened axis. Returns None if the remaining elements do not form a
+    box, for example if the selected indices of two merged axes end in the middle of a row.
     """
     kept: list[tuple[int, int, int]] = []
     inside = math.prod(count for _, _, count in owned)
@@ -80,12 +80,13 @@ def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | 
 def reshaped(
     shape: Sequence[int], owned: Sequence[Owned | None], out: Sequence[int]
 ) -> list[Owned | None]:
-    """Computes which axes of a buffer each axis of a reshape's result runs over, if the operand is
-    stored in the buffer.
+    """Returns, for each axis of a reshape's result, the buffer axes in which the axis is stored.
+    The result has the same buffer as the operand.
 
-    `shape` and `owned` describe the axes of the reshape's operand, and `out` has the sizes of the
-    result. `owned` and the returned list describe an axis by triples of (buffer axis, buffer
-    elements per index, number of indices). An axis is None if its buffer axes are unknown.
+    `shape` has the sizes of the operand's axes, `owned` the buffer axes of each of these axes, and
+    `out` the sizes of the result's axes. The buffer axes of one axis are triples (buffer axis,
+    buffer elements per index, number of indices), outermost first. They are None if they are
+    unknown.
     """
     found: list[Owned | None] = [None] * len(out)
     i = j = 0
@@ -115,12 +116,14 @@ def reshaped(
 
 
 def _dealt(steps: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[Owned | None]:
-    """Divides merged axes of a buffer among the axes of a reshape's result, which have these
-    `sizes`, outermost first.
+    """Splits a merged axis into the axes of a reshape's result, and returns the buffer axes in
+    which each of these axes is stored.
 
-    `steps` has a triple (buffer axis, buffer elements per index, number of indices) for each merged
-    buffer axis, outermost first. Returns the triples of each new axis. If a size does not divide
-    the buffer axes, that axis and all later axes are None.
+    `steps` describes the merged axis: a triple (buffer axis, buffer elements per index, number of
+    indices) for each buffer axis in which it is stored, outermost first. `sizes` are the sizes of
+    the result's axes. Each of them is described by such triples, too. If a size neither divides the
+    rest of a buffer axis nor is a multiple of that rest, this axis and all later axes are None
+    (unknown).
     """
     rest = list(reversed(steps))
     found: list[Owned | None] = []
@@ -206,8 +209,8 @@ class Use:
       elements, as a range along each axis.
     - `began`: the stream on which the access began.
     - `stream`, `tick`: the stream on which the access ended, and how many ops the program had put
-      on that stream by then. `stream` is None while a communication has not ended, because then the
-      access has not ended, either.
+      on that stream by then. `stream` is None while the access has not ended, because it belongs to
+      a communication that has not ended.
     - `communication`: the communication that reads or writes the buffer, or None for any other op.
     """
 
@@ -315,16 +318,16 @@ class TrackedBuffer:
 
 
 class NamedRegion(Generic[N, A]):
-    """The part of a buffer that a tensor refers to, and how the tensor's axes run over the axes of
-    the buffer.
+    """The part of a buffer that a tensor refers to, and the buffer axes in which each axis of the
+    tensor is stored.
 
-    This base class has the rules that are equal on one rank and on all ranks. `BufferRegion`
+    This base class has the methods that work on one rank as well as on all ranks. `BufferRegion`
     describes the part on one rank. `ShardRegion` (`hostir.analysis.rank_regions`) describes the
     parts on all ranks at once.
 
     - `shape`: the shape of the tensor, as numbers of one rank or as arrays over ranks.
-    - `axes`: for each axis of the tensor, the buffer axes that the tensor axis runs over; None if
-      they are unknown.
+    - `axes`: for each axis of the tensor, the buffer axes in which the axis is stored; None if they
+      are unknown.
     """
 
     __slots__ = ()
@@ -333,10 +336,10 @@ class NamedRegion(Generic[N, A]):
     axes: tuple[A | None, ...]
 
     def having(self, shape: tuple[N, ...], axes: tuple[A | None, ...]) -> Self:
-        """Returns a description of the same elements of the buffer for a tensor with another
-        `shape` and other `axes`. Each subclass defines this method, because each has further
-        fields.
-        """
+        """Returns a region that has the same elements of the buffer, but belongs to a tensor with
+        another `shape` and other `axes`, such as a transposed tensor. `axes` has the buffer axes in
+        which each tensor axis is stored. Each subclass defines this method, because each has
+        further fields."""
         raise NotImplementedError
 
     def chunk(self, axis: int, start: N, length: N, among: Hashable) -> Self:
@@ -403,8 +406,9 @@ class BufferRegion(NamedRegion[int, Owned]):
       of the tensor.
     - `axes`: for each axis of the tensor, triples of (buffer axis, buffer elements per index,
       number of indices); None if unknown.
-    - `grid`: the selections by which the box was cut from the buffer, one after another. Two boxes
-      with equal grids are equal or disjoint.
+    - `grid`: the divisions by which the box was cut from the buffer, one after another: each has an
+      axis and, for example, its number of chunks. Two boxes with equal grids are equal or disjoint,
+      because the chunks of one division do not overlap.
     - `parts`: the selections that could not be expressed as a box. If `parts` is not empty, the
       tensor refers to only some elements of the box.
     """
@@ -438,10 +442,10 @@ class BufferRegion(NamedRegion[int, Owned]):
         """Returns the part of this region that has the indices from `start` to `start + length`,
         exclusive, along `axis`.
 
-        `among` identifies how the axis was divided, such as the number of chunks, and is recorded,
-        so that parts of one division are known to be disjoint. If the part is not a range along
-        each axis of the buffer, the result has more elements than the part, and records the
-        selection in `parts`.
+        `among` identifies how the axis was divided, such as the number of chunks. It is recorded,
+        because two parts of one division are known to be equal or disjoint. If the part is not a
+        range along each axis of the buffer, the box of the result still has all elements of this
+        region, and `parts` of the result records the selection.
         """
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         owned = self.axes[axis]

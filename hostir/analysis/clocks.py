@@ -19,13 +19,13 @@ Clock = dict[Hashable, int]
 
 
 class Clocks(StreamState[Hashable]):
-    """The streams of one rank while the race check follows its program. `of` maps each stream to
-    its vector clock.
+    """The vector clocks of the streams of one rank, while the race check follows the rank's
+    program. `of` maps each stream to its vector clock.
 
-    A vector clock maps streams to numbers of ops: how many ops of each stream have certainly ended.
-    The entry of a stream in its own clock is the number of ops that the program has put on the
-    stream. The caller's stream begins with 1, which stands for all work that the caller put on the
-    stream before the program.
+    The vector clock of a stream maps every stream to the number of that stream's ops that have
+    certainly ended before the next op of the clock's own stream begins. A stream's entry in its own
+    clock is the number of ops that the program has put on the stream. The caller's stream begins
+    with 1, which stands for all work that the caller put on the stream before the program.
     """
 
     def __init__(self, number: Callable[[Scalar], Hashable], *, default: Hashable = ENTRY) -> None:
@@ -123,10 +123,10 @@ class Lifetime(NamedTuple):
 
 
 class StreamOrder:
-    """The order of work on the streams of a run that is recorded, as a vector clock per stream: how
-    many ops of each stream have certainly ended. The recorder calls `follow` for each op in the
-    order in which the host issues the ops.
-    """
+    """Tracks the order of work on the streams, while a run is recorded for repetition by later
+    runs. Each stream has a vector clock: how many ops of each stream have certainly ended before
+    the stream's next op. The recorder calls `follow` for each op in the order in which the host
+    issues the ops."""
 
     def __init__(self, number: Callable[[Scalar], Hashable]) -> None:
         """Begins with the caller's stream as the current and only stream. `number` evaluates the
@@ -161,12 +161,13 @@ class StreamOrder:
         return stream, self.clocks.of[stream][stream]
 
     def is_within(self, lifetime: Lifetime) -> bool:
-        """Returns whether a buffer with this lifetime is in use only while the program runs, so
-        that other runs on the caller's stream can use its memory before and after.
+        """Returns whether a buffer with this lifetime is in use only between the work that the
+        caller puts on its stream before the run and the work after the run. Other runs on the
+        caller's stream can then use the same memory.
 
-        The caller calls this method after the last op of the run, because the order of all work is
-        known only then. Returns True if the caller's stream orders the allocation after the
-        caller's earlier work, and the last use before the caller's later work.
+        The recorder calls this method after the last op of the run, because the order of all work
+        is known only then. Returns False if no wait orders the allocation after the caller's
+        earlier work, or no wait orders the caller's later work after the deallocation.
         """
         stream, tick = lifetime.end
         return ENTRY in lifetime.begin and self.clocks.of[ENTRY].get(stream, 0) >= tick

@@ -2,7 +2,8 @@
 
 The program is unrolled once for all ranks: its loops are followed iteration by iteration. A value
 that differs between ranks (peer, root, slice, branch) is an array over ranks, so thousands of ranks
-cost little more than two. The check reports:
+cost little more than two. A team is a group of ranks that take part in a collective together. The
+check reports:
 
 - members of a team that enter different collectives, or that do not enter a collective;
 - transfers without a partner, or whose partner has another size or dtype;
@@ -94,9 +95,10 @@ class MatchingWalk(Walk[PerRank]):
     """Follows a program for all ranks at once, loop iteration by loop iteration, and matches the
     ranks' communications. `found` collects the findings (faults).
 
-    A communication that all partners start in the same op and iteration is matched at once. From
-    the first other communication on, all communications are recorded in `events`, and `finish`
-    follows the ranks one by one. `hostir.analysis.unrolled_program` derives from this class.
+    A communication that all partners start in the same op and iteration is matched at once. As soon
+    as one communication cannot be matched at once, this and all later communications are only
+    recorded, in `events`. After the walk, `finish` follows each rank separately through the
+    recorded communications. `hostir.analysis.unrolled_program` derives from this class.
     """
 
     def __init__(
@@ -150,10 +152,10 @@ class MatchingWalk(Walk[PerRank]):
             self._apply(effect, op, Site(op, self.indices))
 
     def _matters(self, effect: Effect) -> bool:
-        """Returns whether the check of communications needs to know an effect of an op. This is so
-        if the effect creates or frees a view, allocates only one block of a tensor, or concerns a
-        communication.
-        """
+        """Returns whether the check of communications must follow an effect of an op. These are the
+        effects that decide which elements ranks send and receive, and when: the creation or the end
+        of a view, the allocation of a buffer for only one block of a tensor, and the start or the
+        wait of a communication."""
         if isinstance(effect, Makes):
             # The buffer has the shape of one step's block.
             return effect.step is not None and effect.tensor not in self.storage.named
@@ -230,9 +232,9 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(OUT_OF_RANGE, what, ((Site(op, self.indices), ""),)))
 
     def shard_region(self, tv: TensorView) -> ShardRegion:
-        """Returns the elements to which `tv` refers in the current iteration, on each rank. `tv`
-        may be a view; the elements are those of the shard, the part of a tensor that a rank stores.
-        """
+        """Returns which elements of a tensor each rank has in the current iteration: those of the
+        rank's shard, the part of the tensor that the rank stores. If `tv` is a view, these are
+        elements of the tensor of which it is a view."""
         shard = self.shard_regions.get(tv)
         if shard is None:
             shown = self.storage.shown_by(tv)
@@ -248,11 +250,12 @@ class MatchingWalk(Walk[PerRank]):
         return self.teams[of]
 
     def _comes(self, movement: Movement, site: Site) -> tuple[Teams, Array]:
-        """Prepares the match of a communication. Returns its teams, and an array of bools: the
-        ranks that run the op and are in a team.
+        """Returns the ranks that take part in a communication: its teams (each a group of ranks
+        that communicate with each other), and an array of bools, True for the ranks that run the op
+        and are in a team.
 
-        Also reports a team that does not fit the tensors. If only some members of a team enter the
-        communication, remembers that the ranks must be followed one by one.
+        Also reports a team that does not fit the tensors. If only some members of a team run the
+        op, sets `is_uneven`: the ranks must then be followed one by one after the walk.
         """
         if movement not in self.entered:
             team = movement.team
@@ -419,12 +422,13 @@ class MatchingWalk(Walk[PerRank]):
         return not wrong.any()
 
     def _check_cuts(self, movement: Movement, row: Collective, team: TeamOf, site: Site) -> None:
-        """Reports a gather or scatter among the ranks along a mesh dimension, such as `mesh_x`, if
-        the tensor is not split over this mesh dimension.
+        """Reports a gather or scatter along a mesh dimension, such as `mesh_x`, if the divided
+        tensor is split over other mesh dimensions only. The divided tensor is the operand of a
+        gather, or the result of a scatter.
 
-        Also reports a gather if its result is declared as still split over this mesh dimension.
-        `row` describes the type of collective: whether each member has only a piece of the operand,
-        or of the result.
+        Also reports a gather whose result is declared as still split over this mesh dimension.
+        `row` describes the type of collective, such as whether the result is larger than the
+        operand.
         """
         growth = row.growth
         if not growth:
@@ -542,10 +546,12 @@ class MatchingWalk(Walk[PerRank]):
             self.events.append(group)
 
     def _begin(self) -> None:
-        """Prepares for the next communication of the walk. If the communication before was a single
-        send, the walk has expected the matching receive in the op directly after the send. This
-        receive has not come, so the send is recorded, and matched after the walk by following the
-        ranks one by one.
+        """Prepares for the next communication of the walk, which is not the receive of the last
+        send.
+
+        A peer copy's send is kept until the next communication, because that may be the matching
+        receive. If a send is still kept now, its receive has not come in time. The send is then
+        recorded in `events`, and matched after the walk by following the ranks one by one.
         """
         sent, self.sent = self.sent, None
         if sent is not None:
@@ -703,9 +709,9 @@ class MatchingWalk(Walk[PerRank]):
         """Checks transfers between ranks: reports elements of a tensor that the receiver stores at
         another position of the tensor than the sender.
 
-        `a` has the elements that each of `senders` sends. `b` has the elements as which each of
-        `receivers` stores the received data. `sites` are the ops. Nothing is checked if `a` or `b`
-        is unknown.
+        `a` has the elements that each of `senders` sends. `b` has the elements at whose place the
+        rank with the same index in `receivers` stores the data. `sites` are the ops, for the
+        report. Nothing is checked if `a` or `b` is unknown.
         """
         found = lost_on_the_way(self.shapes, a, b, senders, receivers)
         if found is not None:
@@ -752,7 +758,8 @@ def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong
     - `ranks`: the global ranks, in the order of `here`.
 
     Returns None if all is right. Otherwise returns (message, array of the wrong ranks, note). The
-    array is None if the message already names ranks.
+    array is None if the message already names ranks. The note is an explanation that the report
+    prints beside the op, or "".
     """
     inp, out = met.inp, met.out
     if inp is None or out is None or inp.whole != out.whole or not here.any():
@@ -789,12 +796,13 @@ def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong
 def _lies(
     met: PostedCollective, inp: Region, out: Region, left: Region, right: Region, i: int
 ) -> str:
-    """Returns a note for the error report about a collective that stores a piece at a wrong place.
+    """Returns an explanation for the report about a collective that stores a piece at a wrong
+    place: to which member of the team the piece belongs, by its position in memory. Returns "" if
+    each rank sends and receives its whole tensor.
 
-    The note says which piece the memory order selects. It is "" if each rank sends and receives its
-    whole tensor. `met` is the collective, with operand `inp` and result `out`. `left` is the region
-    that is sent, and `right` is the region where it is stored; the two should be equal. `i` is the
-    index of a rank on which they differ.
+    `met` is the collective, with operand `inp` and result `out`. `left` is the region that is sent,
+    and `right` is the region where it is stored; the two should be equal. `i` is the index of a
+    rank on which they differ.
     """
     if left is not inp:
         position = met.teams.position[i]
@@ -806,10 +814,12 @@ def _lies(
 
 
 def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int]) -> Wrong | None:
-    """Reports two members of a team that gather or reduce parts of a tensor at different positions.
-    `part` has the elements on each rank, and `here` has True for the ranks to check.
+    """Checks a collective that gathers or reduces: on all members of a team, the parts of the
+    tensor must begin at the same position. `part` has the elements on each rank, and `here` has
+    True for the ranks to check.
 
-    Returns None if all is right, and otherwise (message, None, "").
+    Returns None if all is right. Otherwise returns (message that names two members with different
+    parts, None, "").
     """
     teams = met.teams
     for x in part.starts:
@@ -825,7 +835,7 @@ def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int
 
 def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> Wrong | None:
     """Checks an all-to-all: piece k of member i's input must arrive as piece i of member k's
-    output. Returns None if all is right, and otherwise (message, array of the wrong ranks, note).
+    output. Returns None if all is right. Otherwise returns (message, array of the wrong ranks, "").
     """
     teams, count = met.teams, met.teams.members.shape[1]
     for shift in range(0, count, -(-count // _MAX_PARTNERS)):

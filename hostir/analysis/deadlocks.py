@@ -3,11 +3,12 @@ loops are followed iteration by iteration.
 
 If all partners start a communication at the same op and iteration, the communication cannot block
 any rank. `hostir.analysis.collective_matching` matches such communications. If partners start a
-communication at different ops or iterations, `follow` follows the ranks one by one:
+communication at different ops or iterations, `follow` follows each rank separately:
 
-- A collective, or a group of transfers, blocks a rank until all partners have started it, as on a
-  stream.
-- A single transfer blocks its rank at once with NCCL, and at its Wait with other libraries.
+- A collective, or a group of transfers, blocks a rank until all partners have started it, because
+  the later work of its stream waits for it.
+- A single transfer blocks its rank at once with NCCL, and so does a receive by peer copy. Any other
+  single transfer blocks its rank at the `Wait`.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ class _Open:
 
 
 class _Follower:
-    """Follows each rank through its communications until the rank waits for another one or its
+    """Follows each rank through its communications until the rank must wait for another rank or its
     program ends. Then reports the ranks that still wait.
 
     `events` are the communications and waits of all ranks in program order. `judge` receives
@@ -333,8 +334,9 @@ class _Follower:
             self.judge.paired(a, b, senders, receivers)
 
     def _compare_tensors(self, meeting: _Meeting) -> None:
-        """Reports two members that pass two tensors to two collectives in opposite order. One rank
-        reduces T1 and then T2, and the other T2 and then T1."""
+        """Reports two members of a team that use two tensors in opposite order: for example, one
+        rank reduces T1 and then T2, and the other rank reduces T2 and then T1. `meeting` is one
+        collective of the team; the earlier ones are remembered."""
         (i, first), *others = sorted(meeting.come.items())
         for k, event in others:
             if first.inp is None or event.inp is None:

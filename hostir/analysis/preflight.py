@@ -70,16 +70,19 @@ def check_before_run(
     rank: int,
     given: Iterable[TensorView] = (),
 ) -> None:
-    """Raises `VerifyError` if a program has a race on this rank, or if the program's ranks would
-    wait for each other forever. The evaluator calls this function before it runs a program.
+    """Raises `VerifyError` if a program has a race on this rank, or if the communications of its
+    ranks do not match, so that ranks could wait forever. The evaluator calls this function before
+    it runs a program.
 
     - `values` maps the symbols of the inputs to numbers.
     - `given` are the results for which the caller passes buffers.
 
-    A program is checked once for each rank, each set `given`, and each combination of values that
-    decide which ops run. Two kinds of findings are accepted, because programs built by hand may
-    intend them (`TOLERATED`). A program without any `Synchronize` leaves the order with other work
-    to its caller. A fault in this order only causes a `RuntimeWarning`.
+    A check that has passed is repeated only for another rank, another set `given`, or other values
+    of the scalars that decide which ops run. Two kinds of faults (`TOLERATED`) are ignored, because
+    programs built by hand may intend them: data that a rank stores at another position than the
+    shardings declare, and a program that does not end on the caller's stream. If a program has no
+    `Synchronize`, its caller must order the streams with the work before and after the run. If only
+    this order is missing, a `RuntimeWarning` says so instead of an error.
     """
     checks = _checked.get(program)
     if checks is None:

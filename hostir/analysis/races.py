@@ -406,12 +406,12 @@ class RaceWalk(Walk[Number], Reports):
         self.freed.pop(effect.out, None)
 
     def _view(self, source: BufferRegion, op: TensorOp) -> BufferRegion:
-        """Returns the part of a buffer to which the result of a view op refers. `source` is the
-        part to which the op's operand refers.
+        """Returns the part of a buffer to which the result of a view op, such as a reshape or a
+        slice, refers. `source` is the part to which the op's operand refers.
 
-        Along axes that the view does not change, and along axes of a reshape that divide or merge
-        buffer axes evenly, the result has exactly the elements of the view. Along other axes, the
-        result has all elements of the operand's part.
+        The returned part also says in which buffer axes each axis of the result is stored. This is
+        unknown if a reshape does not split or merge the buffer axes evenly. A later slice along
+        such an axis is then compared as if it could be anywhere in the part.
         """
         if isinstance(op, ReshapeOp):
             sizes = self._shape(op.out_tensor)
@@ -459,9 +459,10 @@ class RaceWalk(Walk[Number], Reports):
             buffer.freed = site
 
     def _drop(self, buffer: TrackedBuffer, site: Site | None) -> None:
-        """Frees a buffer to which no tensor refers any longer. The memory returns to the stream
-        that allocated the buffer, so this stream must be ordered after all accesses. `site` is None
-        at the end of the program."""
+        """Frees a buffer to which no tensor refers any longer, and reports accesses that may still
+        use the buffer. Its memory returns to the stream that allocated the buffer, so later work of
+        this stream must wait for all accesses. `site` is the op after which no tensor refers to the
+        buffer, or None at the end of the program."""
         if not buffer.is_callers and buffer.freed is None:
             self._given_back(buffer, site, buffer.home)
 

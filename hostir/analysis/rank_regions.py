@@ -292,10 +292,10 @@ class ShardRegion(NamedRegion[PerRank, int]):
 
 
 class Shapes:
-    """Evaluates the shapes of a program's tensors, as wholes and on each rank, and which elements
-    of the whole each rank stores (its shard).
+    """The shapes of a program's tensors: of each whole tensor, and of its shard, the part that a
+    rank stores. Also says which elements of the whole tensor the shard of each rank has.
 
-    A `Shapes` belongs to one check of a program, and caches its results.
+    A `Shapes` belongs to one check of a program with given sizes, and caches its results.
     """
 
     def __init__(self, values: RankValues) -> None:
@@ -381,8 +381,8 @@ class Shapes:
         rank. Returns None if some elements are unknown.
 
         An expanded axis is left out, because it has one element in memory. The axis number
-        `without` is left out too: an axis along which each rank has one partial sum, which an
-        allreduce removes.
+        `without` is left out too. Along this axis, each rank has one partial sum, and an allreduce
+        adds the partial sums of all ranks.
         """
         whole, keep, order = self._frame(shard.owner, without)
         extents = tuple(e for a in keep if (e := shard.extents[a]) is not None)
@@ -391,8 +391,9 @@ class Shapes:
         return Region(owners, whole, extents, order, shard.by_rank) if known else None
 
     def _frame(self, tv: TensorView, without: int | None) -> tuple[tuple[int, ...], ...]:
-        """Returns three facts about a tensor that all its slices share: the sizes of the tensor's
-        axes in the whole tensor, the numbers of these axes, and their memory order.
+        """Returns three tuples about a tensor, which are equal for all its slices: the sizes of the
+        axes before the tensor is divided among ranks, the numbers of these axes, and their memory
+        order.
 
         Expanded axes and the axis number `without` are left out. The memory order has positions in
         the tuple of the remaining axes, outermost first.

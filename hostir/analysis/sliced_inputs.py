@@ -1,10 +1,10 @@
 """Finds inputs that every rank passes whole, although each rank only uses a slice of the input.
 
-    T2 = linear(h [m, DIDx(k)], w [n, k]), w replicated  ->  w2 = LocalSlice(w), in each call
-
-The results are right. But each rank stores the whole tensor, and every call slices the tensor
-again. The reports of `why`, `cost` and `overlap` mention each such input once, with the annotation
-that avoids the slice.
+For example, `T2 = linear(h, w)` sums over an axis of `h` that devices split, so each rank needs
+only the matching slice of the weight `w`. If `w` is not sharded, a `LocalSlice` op copies this
+slice in each call. The results are right. But each rank stores the whole tensor, and every call
+slices the tensor again. The commands `why` and `cost`, and the report on overlap, mention each such
+input once, with the annotation that avoids the slice.
 """
 
 from __future__ import annotations

@@ -127,9 +127,9 @@ class Unroller(MatchingWalk):
             self._effect(effect)
 
     def on_half(self, half: Half) -> None:
-        """Handles a send or receive before it is matched: stores its `UnrolledOp` in `half.note`,
-        so that `paired` can link both ends.
-        """
+        """Handles a send or receive before it is matched with its partner: stores the `UnrolledOp`
+        of the send or receive in `half.note`, so that `paired` can later link the `UnrolledOp`s of
+        both partners."""
         half.note = self.at[id(half.site.op), self.indices][-1]
 
     def _effect(self, effect: Effect) -> None:

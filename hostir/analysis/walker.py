@@ -4,9 +4,9 @@
 iteration. Its *domain* evaluates the scalars of the program, and knows which ranks run the current
 op. There are three domains: one rank, all ranks at once, and each op once without values.
 
-`EffectState` tracks the current stream, the open group of transfers, and the communications in
-flight. Walks that follow iterations use an `EffectState`, and so does `hostir.runtime.recorder`,
-which follows a real run op by op.
+`EffectState` tracks the current stream, the sends and receives of a group that will start together,
+and the communications for which no `Wait` has run yet. Walks that follow iterations use an
+`EffectState`, and so does `hostir.runtime.recorder`, which follows a real run op by op.
 
 An analysis derives a class from `Walk`, and overrides the methods for the events that the analysis
 needs.
@@ -298,11 +298,12 @@ class StreamState(Generic[N]):
     """The current stream of a run or walk, and the streams to which the names in the program (such
     as `S0`) refer.
 
-    A stream is represented by any hashable value on one rank, or by an array over ranks.
+    Each subclass chooses how it represents a stream: by any hashable value on one rank, or by an
+    array over ranks.
 
     - `number`: a function that evaluates the scalar index of a stream.
     - `entry`: the caller's stream, on which the program begins.
-    - `default`: the stream that the program calls `Default`.
+    - `default`: the stream that the program calls `Default`, the device's default stream.
     """
 
     def __init__(self, number: Callable[[Scalar], N], entry: N, default: N) -> None:
@@ -425,7 +426,8 @@ class InFlight(Generic[G]):
 
 class EffectState(Generic[G]):
     """The state that stream and communication ops change during a walk or run: the current stream,
-    the open group of transfers, and the communications in flight."""
+    the open group (sends and receives that will start together), and the communications in flight
+    (started, with no `Wait` so far)."""
 
     def __init__(self, streams: StreamState[Any]) -> None:
         self.streams = streams

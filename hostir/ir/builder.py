@@ -49,8 +49,8 @@ class ProgramBuilder:
 
     def seal(self) -> None:
         """Forbids further changes of the program. An evaluator calls `seal` when it begins to use
-        the program, because it repeats recorded runs, which would not follow a change.
-        """
+        the program. The evaluator records a run and then repeats the recording, so later changes of
+        the program would have no effect."""
         self._is_sealed = True
 
     def _check_not_sealed(self, what: str) -> None:
@@ -163,8 +163,9 @@ class ProgramBuilder:
 
     @checked
     def add_output(self, tv: TensorView, alias_input: TensorView | None = None) -> None:
-        """Makes `tv` the next output of the program. If `alias_input` is given, the output updates
-        that input in place, as `Fusion.add_output` explains."""
+        """Makes `tv` the next output of the program. If `alias_input` is given, a run also writes
+        the values of `tv` into that input, which is thereby updated in place. `Fusion.add_output`
+        has further rules for such updates."""
         self._check_not_sealed("add_output")
         if tv.memory is MemoryType.local:
             tv.give_memory()
@@ -392,8 +393,8 @@ class ProgramBuilder:
 def _refusal(text: str, *tensors: TensorView) -> DefinitionError:
     """Returns the `DefinitionError` for a wrong call of a method of `ProgramBuilder`.
 
-    `text` is the message. The user's line is added to the text. The full types of `tensors` follow
-    in lines below.
+    `text` is the message. The source line of the user's call is added to the message, and the full
+    types of `tensors` follow in lines below.
     """
     words, rows = in_words(text, tensors)
     return DefinitionError(f"{words}{user_code(user_line())}{''.join(map(in_ir, rows))}")

@@ -34,9 +34,9 @@ CALLER = -1
 class Stream:
     """A stream that a host program refers to, either by number or by name.
 
-    `index` is the number of a stream that a run creates, counted from 0. `name` is the name of a
-    captured stream (`S0`), of the program's first stream (`Default`), or an address as nvFuser
-    prints it.
+    `index` is the number of a stream that a run creates, counted from 0. `name` is one of three: a
+    name that a `GetCurrentStream` op gives, such as `S0`; `Default`, the device's default stream;
+    or an address such as `0x5f10`, which the text of an nvFuser program contains.
     """
 
     index: Scalar | None = None
@@ -208,7 +208,8 @@ class Enters:
 
 @record
 class Captures:
-    """The effect of an op that gives the current stream the name that `stream` contains."""
+    """The effect of a `GetCurrentStream` op: the current stream gets the name that `stream`
+    contains, so that later ops can refer to it."""
 
     stream: Stream
 

@@ -59,7 +59,8 @@ def parse(text: str) -> HostIrContainer:
     program can be printed and compared, but cannot run. A text without sections for layouts is read
     as the short form, unless a comment before the program says `..., full form:`.
 
-    Raises `ParseError` with the line, the column and the marked line of the text.
+    Raises `ParseError` if `text` is not a valid host program. The error has the line number, the
+    column, and the line of the text with a mark at this column.
     """
     headers = list(_SECTION.finditer(text))
     ends = [*(h.start() for h in headers), len(text)]
@@ -229,9 +230,9 @@ _START = re.compile(r"^[ \t]*%HostIrContainer\b", re.MULTILINE)
 def programs_in(text: str) -> list[tuple[int, str]]:
     """Returns all host programs that `text` contains, each as (position, text of the program).
 
-    A dump is recognised by its heading and its last line. If `text` has no dumps, each line that
-    begins with `%HostIrContainer` begins a program. The comment lines before a program are
-    included.
+    A dump is a program that `FUSER_DUMP` has printed, between a heading line and an end line. If
+    `text` has dumps, only these are returned. Otherwise each line that begins with
+    `%HostIrContainer` begins a program, together with the comment lines before it.
     """
     dumps = [(d.start(), d[0]) for d in _DUMP.finditer(text) if _START.search(d[0])]
     if dumps:
@@ -241,7 +242,8 @@ def programs_in(text: str) -> list[tuple[int, str]]:
 
 
 def _without_headings(program: str) -> str:
-    """Returns the text of a program without the first and the last line of its dump."""
+    """Returns the text of a program without the heading line and the end line that `FUSER_DUMP`
+    prints around it. Two programs can then be compared, although their headings differ."""
     lines = program.splitlines()
     return "\n".join(line for line in lines if not _HEADING.match(line))
 
@@ -263,10 +265,10 @@ def _with_comment(text: str, start: int) -> int:
 def read_program(path: str, *, number: int | None = None) -> HostIrContainer:
     """Returns the host program in the file at `path`. The path `-` means the standard input.
 
-    The file may also contain other lines, such as the output of a job, around a dump or before a
-    program. If the file has several programs, `number` selects one, counted from 0. Programs whose
-    texts are equal count as one program: the dumps of two input classes can have the same text.
-    Line numbers in errors are those of the file.
+    The file may also contain other lines, such as the output of a job, around the programs. If the
+    file has several programs, `number` selects one, counted from 0. If all of them have the same
+    text, `number` may be None: the compiler can print one program for each of several kinds of
+    inputs. Line numbers in errors are those of the file.
 
     Raises:
         InputError: the file does not exist, or is not a text file.

@@ -48,7 +48,8 @@ class Printable(Protocol):
 
 
 def dumped(program: Printable, form: str) -> str:
-    """Returns the text of a program for a dump, which the variable `FUSER_DUMP` asks for.
+    """Returns the text of a program that is printed because the environment variable `FUSER_DUMP`
+    asks for it.
 
     `form` is "short" or "names". Any other word selects the full form.
     """
@@ -70,7 +71,7 @@ def short_text(program: Printable) -> str:
 
 def full_text(program: Printable, *, first_line: str) -> str:
     """Returns the full form of a program's text, which `hostir.parse` reads back. `first_line` is
-    put before the program."""
+    put before the program: usually a comment that names the full form."""
     return first_line + _sections(program, lines_text(program.ops))
 
 

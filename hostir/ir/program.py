@@ -53,8 +53,8 @@ def _by_hand(
 class HostIrContainer:
     """A host program: the ops that every rank of the job runs, in order.
 
-    - `values` is a fusion that holds the program's tensors, inputs and outputs. The outputs that
-      update an input in place and the sets of equal extents are also part of `values`.
+    - `values` is a fusion that holds the program's tensors, inputs and outputs. It also says which
+      outputs update an input in place, and which extents are equal.
     - `groups` are the kernels, by number. `LaunchKernel` launches a kernel.
     - `units` are the host units, by number: fusions that are compiled separately. `PostOnStream`
       runs a host unit.

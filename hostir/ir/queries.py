@@ -59,7 +59,8 @@ def free_inputs(program: HostIrContainer) -> frozenset[int]:
     """Returns the positions of the scalar inputs whose values affect neither a shape nor a control
     scalar. A control scalar decides which ops run, how often, and on which parts of tensors.
 
-    A later call may pass other values for the returned inputs, and still repeat the recorded run.
+    The steps of a run are recorded, and later runs repeat them. A recording also serves runs in
+    which only these inputs have other values, because the steps stay the same.
     """
     kernels = (tv for group in program.groups.values() for tv in group.fusion.tensors())
     free = binding.free_inputs(program.values, (*program.tensors(), *kernels))

@@ -247,9 +247,9 @@ def _check_sizes(
 
 
 def device_cuts(tv: TensorView, position: int) -> set[ParallelType]:
-    """Returns the mesh dimensions (such as `mesh_x`) and the stream loops that split one axis of
-    `tv`, as parallel types. `position` is the index of the axis, not counting reduction axes.
-    """
+    """Returns the parallel types that split one axis of `tv`: mesh dimensions (such as `mesh_x`),
+    and the type `stream` if the iterations of a loop compute the axis block by block. `position` is
+    the index of the axis, not counting reduction axes."""
     return {cut.ptype for cut in placement(tv)[position]}
 
 

@@ -158,8 +158,8 @@ class _InFlight:
 
 @dataclass
 class _Steps:
-    """The facts about a loop with which the ops of its body are checked: which buffers and
-    communications of earlier iterations may exist when an iteration begins.
+    """The state in which an iteration of a loop may begin: the buffers and communications of
+    earlier iterations that may exist then. The ops of the loop body are checked against this state.
     """
 
     # The tensors that the loop allocates, and the views that the loop makes.
@@ -303,9 +303,11 @@ class _Checker:
                 raise VerifyError(words(op, a, b, is_read=is_read))
 
     def _views(self, tv: TensorView) -> list[TensorView]:
-        """Returns those views between `tv` and the owner of its buffer that permute axes. If these
-        lists are equal for two tensors in the same buffer, their elements have the same addresses,
-        so that an op may compute one in place of the other.
+        """Returns the views that permute axes, among all views through which `tv` refers to its
+        buffer.
+
+        If two tensors in one buffer have equal lists, elements with the same index have the same
+        address. An op may then compute one tensor in place of the other.
         """
         found: list[TensorView] = []
         while tv in self.storage.shows:

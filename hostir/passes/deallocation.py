@@ -32,7 +32,8 @@ def insert_deallocate(program: HostIrContainer) -> HostIrContainer:
 
     Holds before: the program has no `Deallocate`. Holds after: every tensor that does not share a
     buffer with a program input or output is deallocated exactly once. A view is deallocated before
-    the buffer of which it is a view. The memory plan and `hostir.verify` rely on this property.
+    the buffer of which it is a view. `hostir.verify` checks that buffers are freed, and a run may
+    use freed memory for other buffers.
 
         T2 = ALLOCATE(..); LaunchKernel(.. T2); T3 = matmul(T2, T1)
         -> ... T3 = matmul(T2, T1); Deallocate { T2 }
@@ -61,9 +62,10 @@ def _inserted(
     """Returns the ops of one region (the program, a loop body or a branch) with the `Deallocate`
     ops that belong into the region.
 
-    `ending` maps the path of an op to the tensors that the op uses last. `above` is the path of the
-    region. A path is a position in the program, followed by (region, position) for each level
-    inside.
+    `ending` maps the path of an op to the tensors whose last use is this op. `above` is the path of
+    the region's loop or branch and the number of the region; () for the program. A path is the
+    position of an op: its index in the program, then (region, index) for each level of loops and
+    branches inside.
     """
     made: list[Op] = []
     waiting: list[TensorView] = []
@@ -86,7 +88,8 @@ def _inserted(
 
 def _only_waits(op: Op) -> bool:
     """Whether `op`, with all ops inside a loop or branch, only changes the current stream or makes
-    a stream wait."""
+    a stream wait. If such ops follow a loop, buffers that the loop uses last are freed after them,
+    because the freeing stream must first wait for the loop's streams."""
     for inner in walk((op,)):
         effects = effects_of(inner, ())
         if not (effects or any(inner.regions)):
@@ -97,9 +100,10 @@ def _only_waits(op: Op) -> bool:
 
 
 def _last_uses(program: HostIrContainer, storage: Storage) -> dict[TensorView, Path]:
-    """Returns, for each tensor, the path of the last op that uses the tensor's buffer. If the uses
-    are in different regions, the path is in the innermost region (loop body or branch) around all
-    uses.
+    """Returns, for each tensor, the path of the last op that uses the tensor's buffer. A path is
+    the position of an op: its index in the program, then (region, index) for each loop or branch
+    that it is in. If the uses are in different regions (loop bodies or branches), the path is that
+    of the last loop or branch with a use, in the innermost region around all uses.
 
     A communication uses its buffers until its `Wait`.
     """
@@ -146,7 +150,8 @@ def _places(ops: tuple[Op, ...], above: Path) -> Iterator[tuple[Path, Op]]:
 
 def _end(paths: list[Path]) -> Path:
     """Returns the path of the last op in `paths`, shortened to the innermost region (loop body or
-    branch) that contains all ops of `paths`."""
+    branch) that contains all ops of `paths`. A path is the position of an op: its index in the
+    program, then (region, index) for each loop or branch that it is in."""
     first, last = min(paths), max(paths)
     depth = 0
     # A level is a pair (op, region). In a loop, only ops of one region are ordered.

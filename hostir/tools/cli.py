@@ -220,8 +220,9 @@ def _prepared(
 
 
 def _say_unchecked(args: argparse.Namespace) -> None:
-    """Prints a note to stderr if the option `--late` is used, because the checks before the run are
-    then skipped."""
+    """Prints a note to stderr if the option `--late` is used. With `--late`, which delays a
+    stream's work to make a missing wait visible, races and mismatches between ranks are not checked
+    before the run."""
     if getattr(args, "late", None) is not None:
         print(
             "with --late, races between streams and communications of ranks are not checked before "

@@ -121,8 +121,9 @@ class _Why:
         return tv
 
     def unknown(self, tv: TensorView) -> str:
-        """Returns the text that says why the sharding of `tv` cannot be explained: the Provenance
-        section has no row for the tensor."""
+        """Returns the text that says why the sharding of `tv` cannot be explained: the program's
+        text has no row about this tensor in its Provenance section, which lists the origins of
+        shardings."""
         return f"its Provenance section has no row of T{tv.number}" if self.rows else UNKNOWN
 
     def cuts(self, tv: TensorView) -> Cuts:
@@ -207,8 +208,8 @@ class _Why:
         return None if row.how == "sum" else self.row(row.source, ptype)
 
     def summed(self, number: int) -> list[Origin]:
-        """Returns the rows of the program's Provenance section about split axes over which an op
-        summed. The tensor `number`, the sum, no longer has these axes."""
+        """Returns the rows of the program's Provenance section about axes that devices split and
+        over which an op summed. The tensor `number` is the sum, so it no longer has these axes."""
         return [r for r in self.rows.get(number, []) if r.what == "cut" and r.axis is None]
 
     def step(self, row: Origin) -> str:
@@ -319,15 +320,17 @@ class _Why:
                 )
 
     def also(self, row: Origin, out: TensorView) -> str:
-        """Returns the ops that read `out` on other lines than the op of `row`, in parentheses:
-        ` (and linear at mlp.py:15)`. Returns "" if there are none."""
+        """Returns a text in parentheses that lists the ops that read `out` in other source lines of
+        the user than the op of `row`: ` (and linear at mlp.py:15)`. Returns "" if there are none.
+        """
         texts = dict.fromkeys(
             f"{op.name}{_at(op.where)}" for op in self.readers(out) if op.where != row.where
         )
         return f" (and {', '.join(texts)})" if texts else ""
 
     def readers(self, tv: TensorView) -> Iterator[Op]:
-        """Yields the user's ops that read the tensor `tv`, outside of kernels and in them."""
+        """Yields the ops of the user's code that read the tensor `tv`: ops of the host program, and
+        ops inside of its kernels."""
         for op in walk(self.program.ops):
             if tv not in op.inputs:
                 continue

@@ -75,8 +75,9 @@ class ProgramAround(Protocol):
 
     @property
     def streams(self) -> Collection[str]:
-        """The names of the streams that some op of the program captures (`GetCurrentStream`) or
-        enters (`SetCurrentStream`)."""
+        """The names of streams that the ops of the program define: a `GetCurrentStream` op names
+        the current stream, and a `SetCurrentStream` op makes the named stream current. `Default` is
+        always included."""
         ...
 
     @property
@@ -193,8 +194,9 @@ class Runtime(Protocol):
     implementations: one does the work at once, one also records the work for later runs, and one
     makes a dry run on tensors without data.
 
-    Methods evaluate sizes, peers and the tensors that names refer to at once, on the host. Work for
-    the device is put on the current stream.
+    During the call, each method evaluates sizes and peers, and looks up the torch tensors that its
+    arguments stand for. Work for the device is only put on the current stream, and may run after
+    the call.
     """
 
     @property
@@ -415,10 +417,9 @@ class HostOp(Op):
     @property
     def moved(self) -> tuple[TensorView, TensorView] | None:
         """The pair (operand, result) of an op that copies the operand's values to other ranks or
-        places.
+        places; None for any other op. Also None for a send or a receive, which has only one tensor.
 
-        None for an op that starts no communication. Also None for a send or a receive, which has
-        only one tensor.
+        By default, only an op that starts a communication has such a pair.
         """
         movement = self.movement
         return None if movement is None or len(movement.tensors) < 2 else movement.both
@@ -435,9 +436,9 @@ class HostOp(Op):
         """Whether a dry run, on tensors without contents, can record the op for later runs.
         Otherwise the first real run must record it.
 
-        By default, True for an op that only uses buffers and views. Streams and communications are
-        created in real runs, because all ranks must first agree. Loops are excluded because a dry
-        run does not walk all iterations.
+        By default, True for an op that only uses buffers and views. Ops on streams and
+        communications need a real run, because all ranks must first agree on the run and then take
+        part. Loops are excluded because a dry run does not walk all iterations.
         """
         only = Makes | Frees | Shows | Reads | Writes
         is_local = all(isinstance(e, only) for e in self.effects())
@@ -512,8 +513,8 @@ _WORDS: dict[object, str] = {
 
 
 def complete_fields(op: Op) -> None:
-    """Converts the fields of a new op in place: numbers in operands become constants, and lists
-    become tuples.
+    """Converts the fields of a new op in place: a number in an operand becomes a constant scalar,
+    and a list becomes a tuple.
 
     Raises `ArgumentError` with the names of the op and the field if a value has a wrong type.
     """
@@ -543,7 +544,8 @@ def _completed(given: Any, kind: str, hint: Any) -> Any:
 
 @cache
 def _fields(cls: type[Op]) -> tuple[tuple[str, str, Any, set[type[object]]], ...]:
-    """Returns (name, kind, type, accepted classes) for each field of the op class `cls`.
+    """Returns (name, kind, type, accepted classes) for each field of the op class `cls`. The kind
+    is the role of the field, such as "operand", "result" or "attr".
 
     The set of accepted classes saves time. `complete_fields` adds a class to the set when a value
     of that class has passed the check.

@@ -1,10 +1,10 @@
 """Defines the host ops that concern only one rank: buffers and views, work on the device, streams
 and control flow.
 
-A host program is not in SSA form, so an op does not create the tensor of its result. The op writes
-into the buffer that an `Allocate` made, or into a view of part of another buffer. The `out` of a
-library op is therefore a destination. The `out` of a view op is a new name for the memory of its
-operand.
+A host program is not in SSA form, so an op does not create the tensor of its result. An op that
+computes or copies writes into an existing buffer: one that an `Allocate` made, or a part of another
+buffer, to which a view refers. Its `out` is therefore a destination. The `out` of a view op is a
+new name for the memory of its operand.
 
 Indices are scalar expressions over loop indices, `rank` and `numberOfStreams` (the number of
 streams of a run). Therefore all ranks can run the same program.
@@ -61,9 +61,9 @@ class Allocate(HostOp):
     """Allocates a buffer for this rank's shard of the tensor `buffer`, the part that this rank
     stores.
 
-    `zero_init` fills the buffer with zeros. `stream_index` is for a tensor that a loop computes
-    block by block, when each iteration needs memory for its own block only. It is the number of
-    this block.
+    `zero_init` fills the buffer with zeros. If a loop computes the tensor block by block, an
+    iteration may allocate memory for its own block only. Then `stream_index` is the number of this
+    block.
     """
 
     buffer: TensorView = result()
@@ -437,12 +437,12 @@ class LocalSlice(HostOp):
 
 
 class HirAliasSelect(HostOp):
-    """Makes `out` a view of the element `index` of `inp` along the logical axis `axis`. `out` has
-    all other axes. No data moves.
+    """Makes `out` a view of the element `index` of `inp` along `axis`, an axis of `inp`. `out` has
+    all other axes of `inp`. No data moves.
 
     If `axis` is a reduction axis of `inp`, memory has no such axis, because its elements are
-    already summed: `out` is a view of all of `inp`. An axis of local size 1 (a device axis or a
-    broadcast) has one element, which every index selects.
+    already summed: `out` is a view of all of `inp`. If the axis has one element on each rank,
+    because devices split it or because it is a broadcast, every index selects this element.
     """
 
     out: TensorView = result()
@@ -729,7 +729,8 @@ class Synchronize(StreamOp):
         """Raises `VerifyError` if `Synchronize` names a stream that no `GetCurrentStream` or
         `SetCurrentStream` of the program names.
 
-        A name that is an address is always accepted.
+        A name that is an address, such as `0x5f10` in the text of an nvFuser program, is always
+        accepted, because no op of the text needs to define it.
         """
         name = self.stream.name
         if not name or name in program.streams or name.startswith("0x"):
