@@ -198,7 +198,7 @@ CUTS: dict[str, tuple[Mapping[str, int], list[str]]] = {
     "sum, rows of biases": ({**K, "b": 0, "y": 0}, ["ReduceScatter"]),
     "batch, rows of the result": ({**W, "y": 1}, ["Allgather"]),
     "rows, batch of the result": ({**I, "w": 0, "b": 0, "y": 0}, ["Allgather"]),
-    "columns, batch of the result": ({**N, "y": 0}, ["Allgather"]),
+    "columns, batch of the result": ({**N, "y": 0}, ["AllToAll"]),
     "batch gathered": ({**W, "y": -1}, ["Allgather"]),
 }
 
