@@ -11,28 +11,25 @@ from fractions import Fraction
 import pytest
 import torch
 
-from fuser import DataType, FusionDefinition, ParallelType
-from fuser.ir.fusion import TensorView
+from fuser import FusionDefinition, ParallelType
 from hostir import Communication
-from multidevice import Communicator, DeviceMesh, simulate
+from multidevice import Communicator, simulate
 from multidevice.sharding.placement import Cut, Placement
 from multidevice.sharding.redistribution import plan_steps
-
-X, Y = ParallelType.mesh_x, ParallelType.mesh_y
-# For each axis, the mesh dimensions that divide it, outermost first.
-Names = tuple[tuple[ParallelType, ...], ...]
-SIZES = {1: {X: 4}, 2: {X: 2, Y: 2}}
-MESHES = {1: DeviceMesh(range(4)), 2: DeviceMesh([[0, 1], [2, 3]])}
-
-
-def placements(axes: int, ndim: int) -> list[Names]:
-    """Returns all ways to divide `axes` axes by a subset of the mesh dimensions."""
-    found: set[Names] = set()
-    types = list(SIZES[ndim])
-    for places in itertools.product(range(-1, axes), repeat=len(types)):
-        on_axes = [[p for p, at in zip(types, places, strict=True) if at == k] for k in range(axes)]
-        found.update(itertools.product(*(itertools.permutations(mine) for mine in on_axes)))
-    return sorted(found, key=str)
+from tests.support.placement_pairs import (
+    MESHES,
+    SHAPE,
+    SIZES,
+    Names,
+    X,
+    check_pairs_of_this_rank,
+    expected,
+    pairs,
+    placements,
+    program,
+    shard,
+    whole_tensor,
+)
 
 
 def as_cuts(names: Names, sizes: dict[ParallelType, int]) -> Placement:
@@ -117,47 +114,6 @@ def test_a_division_that_moves_is_sent_once() -> None:
 
 
 # ------------------------------------------------------------------ results
-def cut(tv: TensorView, names: Names, sizes: dict[ParallelType, int]) -> None:
-    for axis in reversed(range(len(names))):
-        for k, ptype in enumerate(names[axis]):
-            tv.outer_split(axis + k, sizes[ptype])
-            tv.axis(axis + k).parallelize(ptype)
-
-
-def shard(whole: torch.Tensor, names: Names, mesh: DeviceMesh, rank: int) -> torch.Tensor:
-    for axis, mine in enumerate(names):
-        for ptype in mine:
-            at = mesh.coordinate(rank, ptype)
-            whole = whole.chunk(mesh.size_of(ptype), axis)[at]
-    return whole.contiguous()
-
-
-def program(
-    op: str, source: Names, target: Names, ndim: int, shape: tuple[int, ...], *, is_symbolic: bool
-) -> FusionDefinition:
-    with FusionDefinition() as fd:
-        sizes = [-1] * len(shape) if is_symbolic else [*shape]
-        x = fd.define_tensor(sizes, contiguity=True, dtype=DataType.Float)
-        y = fd.ops.sum(x, [len(shape) - 1]) if op == "sum" else fd.ops.set(fd.ops.neg(x))
-        z = fd.ops.add(y, 1.0)
-        fd.add_output(z)
-        for tv in (x, y, z):
-            tv.set_device_mesh(MESHES[ndim])
-        cut(x, source, SIZES[ndim])
-        cut(y, target, SIZES[ndim])
-        cut(z, target, SIZES[ndim])
-    return fd
-
-
-def expected(op: str, whole: torch.Tensor) -> torch.Tensor:
-    return (whole.double().sum(-1) + 1 if op == "sum" else 1 - whole.double()).float()
-
-
-def pairs(op: str, ndim: int) -> list[tuple[Names, Names]]:
-    sources, targets = placements(3, ndim), placements(2 if op == "sum" else 3, ndim)
-    return list(itertools.product(sources, targets))
-
-
 SAMPLE = [("set", 1, 16), ("set", 2, 20), ("sum", 1, 8), ("sum", 2, 12)]
 
 
@@ -165,10 +121,9 @@ SAMPLE = [("set", 1, 16), ("set", 2, 20), ("sum", 1, 8), ("sum", 2, 12)]
 @pytest.mark.parametrize("is_symbolic", [False, True])
 def test_results_on_simulated_ranks(op: str, ndim: int, count: int, *, is_symbolic: bool) -> None:
     found = pairs(op, ndim)
-    shape = (8, 12, 4)
-    whole = torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(1)).float()
+    whole = whole_tensor()
     for source, target in random.Random(7).sample(found, min(count, len(found))):
-        fd = program(op, source, target, ndim, shape, is_symbolic=is_symbolic)
+        fd = program(op, source, target, ndim, SHAPE, is_symbolic=is_symbolic)
         mesh = MESHES[ndim]
 
         def body(fd: FusionDefinition = fd, source: Names = source) -> torch.Tensor:
@@ -189,7 +144,7 @@ def types_sent(fd: FusionDefinition, inputs: list[torch.Tensor]) -> list[str]:
 @pytest.mark.parametrize("target", [1, 2])
 def test_a_moved_division_is_one_all_to_all(target: int) -> None:
     names: Names = ((), (X,), ()) if target == 1 else ((), (), (X,))
-    fd = program("set", ((X,), (), ()), names, 1, (8, 12, 4), is_symbolic=True)
+    fd = program("set", ((X,), (), ()), names, 1, SHAPE, is_symbolic=True)
     assert types_sent(fd, [torch.zeros(2, 12, 4)]) == ["AllToAll"]
 
 
@@ -197,11 +152,4 @@ def test_a_moved_division_is_one_all_to_all(target: int) -> None:
 @pytest.mark.parametrize("options", [[], ["peer_copies"]])
 def test_all_pairs_of_one_mesh_on_ranks(options: list[str]) -> None:
     rank = Communicator.instance().rank()
-    shape = (8, 12, 4)
-    whole = torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(1)).float()
-    for source, target in pairs("set", 1):
-        fd = program("set", source, target, 1, shape, is_symbolic=False)
-        inputs = [shard(whole, source, MESHES[1], rank)]
-        out = fd.execute(inputs, _enable_options=options)
-        want = shard(expected("set", whole), target, MESHES[1], rank)
-        assert torch.equal(out[0], want), (source, target)
+    check_pairs_of_this_rank(pairs("set", 1), 1, rank, "cpu", options)
