@@ -376,9 +376,10 @@ _OF_NUMBERS = {D.Double: D.Float, D.ComplexDouble: D.ComplexFloat}
 def number_width(operands: Sequence[tuple[DataType, Rank]]) -> list[tuple[DataType, Rank]]:
     """Returns the operands, with the dtypes of Python numbers replaced by torch's default dtypes.
 
-    Double becomes Float, and ComplexDouble becomes ComplexFloat. In torch's promotion, a Python
-    number has a category (such as float), but no width. torch uses its default width if no tensor
-    has the number's category. `operands` are (dtype, priority) pairs, as for `common_dtype`.
+    `operands` are (dtype, priority) pairs, as for `common_dtype`. A Python float, here a Double,
+    becomes a Float, and a Python complex number a ComplexFloat. Integers, bools and tensors keep
+    their dtypes. The reason: in torch's promotion, a Python number has a category (such as float),
+    but no width. torch uses its default width if no tensor has the number's category.
 
     Source: torch's documentation of `torch.result_type` ("wrapped numbers"), with the default dtype
     float32.

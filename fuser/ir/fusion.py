@@ -460,10 +460,11 @@ class TensorView:
     ) -> None:
         """Declares the order of the tensor's axes in memory, outermost first.
 
-        The list may contain axes that users see, loop axes, and axes that are derived on the way
-        from the former to the latter by splits and merges. An empty list means the order that users
-        see. `new_contiguity` is one flag for all axes, or one flag per axis: True if there is no
-        gap between neighbours along the axis, and None for a broadcast or reduction axis.
+        The list may contain logical axes (those of the tensor's shape), loop axes (the axes after
+        all splits and merges), and intermediate results of these splits and merges. An empty list
+        means the order of the logical axes. `new_contiguity` is one flag for all axes, or one flag
+        per axis: True if there is no gap between neighbours along the axis, and None for a
+        broadcast or reduction axis.
 
         Raises:
             DefinitionError: an axis belongs to another tensor, or the number of flags is wrong.

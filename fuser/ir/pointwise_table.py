@@ -160,7 +160,7 @@ def _row(
         arity,
         rule,
         fn or getattr(torch, name),
-        fn.__doc__ or "" if fn else f"As `torch.{name}`.",
+        " ".join((fn.__doc__ or "").split()) if fn else f"As `torch.{name}`.",
         _cuda_text(cuda, arity),
         _cuda_text(cuda_int, arity) if cuda_int else None,
         text,
@@ -270,17 +270,21 @@ def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _div(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
-    """Returns lhs / rhs, truncated for integers. An integer / 0 is -1 (an error for scalars)."""
+    """Returns lhs / rhs, for integers rounded towards zero. An integer / 0 is -1 in a tensor, and
+    an error between scalars.
+    """
     return _where_divisible(_quotient, lhs, rhs, lambda x: torch.full_like(x, -1))
 
 
 def _fmod(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
-    """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
+    """Returns the remainder of lhs / rhs, with the sign of lhs. For integers and rhs = 0, it is lhs
+    in a tensor, and an error between scalars.
+    """
     return _where_divisible(torch.fmod, lhs, rhs, torch.clone)
 
 
 def _remainder(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
-    """Returns lhs % rhs with the sign of rhs. Integers: lhs % 0 = lhs."""
+    """Returns the remainder of lhs / rhs, with the sign of rhs, or lhs for integers and rhs = 0."""
     return _where_divisible(torch.remainder, lhs, rhs, torch.clone)
 
 

@@ -80,17 +80,21 @@ class Loop:
 
     @property
     def extent(self) -> Scalar:
-        """The number of iterations, common to all joined loops."""
+        """The number of iterations of this loop, and of all loops joined with it."""
         return self.find()._extent
 
     @property
     def ptype(self) -> ParallelType:
-        """The parallel type (serial, thread axis, ...), common to all joined loops."""
+        """The parallel type of this loop, and of all loops joined with it.
+
+        It says who executes the iterations: one thread, in order (serial), or many threads or
+        blocks in parallel.
+        """
         return self.find()._ptype
 
     @property
     def symbol(self) -> Scalar:
-        """The loop index, common to all joined loops, or 0 for a loop of extent 1."""
+        """The index of this loop, and of all loops joined with it, or 0 for a loop of extent 1."""
         return self.find()._symbol
 
     @symbol.setter

@@ -11,8 +11,8 @@ more:
   broadcast. The results of equal splits and merges of mapped axes are mapped, too.
 - `almost_exact`: also an axis and the result of its split by 1, or of its merge with an axis of
   extent 1.
-- `broadcast`: also a broadcast axis and the concrete axis with which an op joins it, as the second
-  axes in the sum of tensors [n, 1] and [n, m].
+- `broadcast`: also a broadcast axis of an operand and the concrete axis to which an op broadcasts
+  it, such as the second axes of [n, 1] and [n, m] in the sum of two such tensors.
 - `permissive`: also a concrete axis and its merge with a broadcast axis.
 """
 

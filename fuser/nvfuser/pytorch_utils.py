@@ -1,4 +1,6 @@
-"""Helpers for torch, with nvFuser's names: dtypes, device properties, and a retry of tests."""
+"""Helpers for torch, with nvFuser's names: conversions of dtypes, properties of the GPU, and a
+decorator for tests that may run out of GPU memory.
+"""
 
 from __future__ import annotations
 

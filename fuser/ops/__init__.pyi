@@ -228,29 +228,29 @@ def mul(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """As `torch.mul`."
 @overload
 def mul(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """As `torch.mul`."""
 @overload
-def div(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs / rhs, truncated for integers. An integer / 0 is -1 (an error for scalars)."""
+def div(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs / rhs, for integers rounded towards zero. An integer / 0 is -1 in a tensor, and an error between scalars."""
 @overload
-def div(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs / rhs, truncated for integers. An integer / 0 is -1 (an error for scalars)."""
+def div(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs / rhs, for integers rounded towards zero. An integer / 0 is -1 in a tensor, and an error between scalars."""
 @overload
-def div(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs / rhs, truncated for integers. An integer / 0 is -1 (an error for scalars)."""
+def div(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs / rhs, for integers rounded towards zero. An integer / 0 is -1 in a tensor, and an error between scalars."""
 @overload
-def mod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
+def mod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder of lhs / rhs, with the sign of lhs. For integers and rhs = 0, it is lhs in a tensor, and an error between scalars."""
 @overload
-def mod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
+def mod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder of lhs / rhs, with the sign of lhs. For integers and rhs = 0, it is lhs in a tensor, and an error between scalars."""
 @overload
-def mod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
+def mod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder of lhs / rhs, with the sign of lhs. For integers and rhs = 0, it is lhs in a tensor, and an error between scalars."""
 @overload
-def fmod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
+def fmod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder of lhs / rhs, with the sign of lhs. For integers and rhs = 0, it is lhs in a tensor, and an error between scalars."""
 @overload
-def fmod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
+def fmod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder of lhs / rhs, with the sign of lhs. For integers and rhs = 0, it is lhs in a tensor, and an error between scalars."""
 @overload
-def fmod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs % rhs with the sign of lhs. Integers: lhs % 0 = lhs (an error for scalars)."""
+def fmod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder of lhs / rhs, with the sign of lhs. For integers and rhs = 0, it is lhs in a tensor, and an error between scalars."""
 @overload
-def remainder(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs % rhs with the sign of rhs. Integers: lhs % 0 = lhs."""
+def remainder(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder of lhs / rhs, with the sign of rhs, or lhs for integers and rhs = 0."""
 @overload
-def remainder(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs % rhs with the sign of rhs. Integers: lhs % 0 = lhs."""
+def remainder(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder of lhs / rhs, with the sign of rhs, or lhs for integers and rhs = 0."""
 @overload
-def remainder(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs % rhs with the sign of rhs. Integers: lhs % 0 = lhs."""
+def remainder(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder of lhs / rhs, with the sign of rhs, or lhs for integers and rhs = 0."""
 @overload
 def complex(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Computes the complex numbers lhs + i * rhs from two tensors or two scalars."""
 @overload

@@ -66,11 +66,11 @@ def look_up_first(fusion: Fusion) -> None:
 
 
 def _source(fusion: Fusion, op: LookupOp, made: TensorOp) -> TensorView | None:
-    """Returns the tensor from which the lookup `op` can read instead of its table: the operand of
-    `made` that has the looked-up axis.
+    """Returns the operand of `made` from which the lookup `op` can read directly.
 
-    `made` is the op that computes the table. After the exchange, it computes only the elements that
-    are looked up. Returns None if the two ops cannot be exchanged.
+    `made` is the op that computes the lookup's table. The caller exchanges the two ops: the lookup
+    then reads this operand, and `made` computes only the elements that are looked up. Returns None
+    if the two ops cannot be exchanged.
     """
     table = op.table
     is_placed = table.mesh_is_user_set or bool(table.cut_lines)

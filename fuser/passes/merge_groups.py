@@ -363,15 +363,17 @@ class Merger:
         return False
 
     def _sources(self, step: _Step) -> list[_Step]:
-        """Returns the kernels and ops that compute the operands of `step`, which is the key of a
-        kernel or an op that no kernel computes.
+        """Returns the steps that compute the operands of `step`.
+
+        A step is a kernel, given by its key, or a single op that no kernel computes.
         """
         read = self._groups[step].inputs if isinstance(step, int) else step.inputs
         return [self._producer[v] for v in read if v in self._producer]
 
     def _targets(self, step: _Step) -> list[_Step]:
-        """Returns the kernels and ops that read the results of `step`, which is the key of a kernel
-        or an op that no kernel computes.
+        """Returns the steps that read the results of `step`.
+
+        A step is a kernel, given by its key, or a single op that no kernel computes.
         """
         made = self._groups[step].outputs if isinstance(step, int) else step.outputs
         return [s for v in made for s in (*self._readers.get(v, ()), *self._reading.get(v, ()))]

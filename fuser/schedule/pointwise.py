@@ -368,11 +368,12 @@ def _is_inner_on_x(blocks_outer: int, blocks_inner: int, device: DeviceInfo) -> 
 
 
 def _full_if_flat(space: Space) -> tuple[Access, ...]:
-    """Returns the tensors that have all axes, if the vectors of these tensors may cross the ends of
-    rows.
+    """Returns the full tensors if a vector may contain the end of a row and the beginning of the
+    next row. Returns an empty tuple otherwise.
 
-    Returns an empty tuple if these tensors are not all without gaps and in one memory order, or if
-    another tensor is read at shifted indices.
+    A tensor is full if it has all axes of the kernel. A vector may cross the end of a row if all
+    full tensors are without gaps and in one memory order, and no other tensor is read at shifted
+    indices.
     """
     full = tuple(a for a in space.accesses if space.is_full(a))
     is_flat = space.are_dense(full) and all(a.order is not None for a in space.accesses)
@@ -380,12 +381,13 @@ def _full_if_flat(space: Space) -> tuple[Access, ...]:
 
 
 def _flat_most(space: Space, inner: int) -> int:
-    """Returns the largest number of elements of a vector, for a kernel whose vectors cross the ends
-    of rows.
+    """Returns the maximum vector width, in elements, for a kernel in which a vector may contain the
+    end of a row and the beginning of the next row.
 
-    Such a kernel reads operands that all rows share, such as a bias, element by element. The more
-    bytes these operands have, compared with the tensors that have all axes, the fewer elements a
-    vector has (`MAX_SHARED`).
+    `inner` is the position of the innermost axis, along which the elements of a row are. Such a
+    kernel reads operands that all rows share, such as a bias, element by element. The more bytes
+    these operands have, compared with the tensors that have all axes, the smaller the width
+    (`MAX_SHARED`).
     """
     full = sum(a.nbytes for a in space.accesses if space.is_full(a))
     along = (a for a in space.accesses if not space.is_full(a) and inner in (a.order or ()))

@@ -381,8 +381,8 @@ class Shapes:
         rank. Returns None if some elements are unknown.
 
         An expanded axis is left out, because it has one element in memory. The axis number
-        `without` is left out too. Along this axis, each rank has one partial sum, and an allreduce
-        adds the partial sums of all ranks.
+        `without`, if given, is left out too. Such an axis numbers the partial sums of the ranks,
+        one per rank. The result of the allreduce that adds them does not have the axis.
         """
         whole, keep, order = self._frame(shard.owner, without)
         extents = tuple(e for a in keep if (e := shard.extents[a]) is not None)

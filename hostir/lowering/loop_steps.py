@@ -283,9 +283,11 @@ def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | No
     of a stream loop (its iterations run on different streams). `ops` are the ops of the loop.
 
     Returns None if some op gathers or reduces each block over all devices of this dimension,
-    because all devices must then work on the same block. Raises `UnsupportedError` if such a loop
-    also has transfers in a ring and `params` has the option `offset_by_rank`, because each device
-    then begins with its own block.
+    because all devices must then work on the same block.
+
+    Raises:
+        UnsupportedError: the loop has such an op, and also transfers in a ring with the option
+            `offset_by_rank` of `params`. With this option each device begins with its own block.
     """
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     rings = [op for op in moves if is_device_to_stream(op) or is_exchange(op)]

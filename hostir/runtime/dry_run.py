@@ -122,7 +122,8 @@ def dry_run_plan(
 
 
 def _emptied(frame: Frame, note: Callable[[KernelRequest], object]) -> Frame:
-    """Returns the state of a dry run: the values of `frame`, and tensors without contents.
+    """Returns a copy of `frame` for a dry run. Each tensor is replaced by one of the same shape,
+    strides and dtype that has no memory. Numbers keep their values.
 
     A kernel launch in the dry run launches nothing. Instead, `note` is called with a description of
     the launch, so that the kernel can be compiled.

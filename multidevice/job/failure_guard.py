@@ -71,12 +71,12 @@ class _ExitRequest(SystemExit):
 
 
 def _terminal() -> TextIO:
-    """Returns the stream for the last message of this process: sys.stderr, or the real stderr if a
-    buffer has replaced sys.stderr.
+    """Returns the stream for the last message of this process: sys.stderr, or the original stderr
+    of the process if a buffer has replaced sys.stderr.
 
-    Another hook, such as that of torch.distributed, may collect in a buffer the text written to
-    sys.stderr until this module's hook returns. But this module's hook ends the process, so the
-    collected text would be lost.
+    Another hook, such as that of torch.distributed, may replace it and print the buffer only after
+    this module's hook has returned. But this module's hook ends the process, so the text in the
+    buffer would be lost.
     """
     collects = isinstance(sys.stderr, io.StringIO)
     return sys.__stderr__ if collects and sys.__stderr__ is not None else sys.stderr

@@ -354,12 +354,12 @@ def _swizzle_of(domain: TensorDomain, axis: IterDomain) -> ParallelType | None:
 
 # ------------------------------------------------------------------ writing
 def _remainder(tv: TensorView, number: int) -> IterDomain | None:
-    """Returns the loop axis that numbers the elements in one block of a logical axis.
+    """Returns the loop axis over the elements inside one block of a logical axis.
 
-    Loop axes are the axes after all splits. `number` identifies the logical axis, which may be
-    divided into blocks over devices or the iterations of a stream loop, also several times. Returns
-    None if no such axis is left, for example because the axis has only one element per block.
-    `add_cut` divides the returned axis further.
+    Loop axes are the axes after all splits. `number` identifies the logical axis. The axis may
+    already be divided into blocks, over devices or over the iterations of a stream loop, and each
+    block into smaller blocks. A block is one of the smallest. Returns None if a block has no axis
+    that can be divided further, for example because it is a single element.
     """
     while True:
         if number in tv.domain.loop_numbers:

@@ -10,6 +10,10 @@ over devices, because this says how a tensor is computed, not how it is stored. 
 removed first, such as one that an op copied from its operand when it was defined. So it does not
 matter whether users annotate a tensor before or after they define the ops that read it.
 
+In the examples, DIDx(N) is an axis N that is divided over the devices of mesh dimension DIDx, and
+rK is an axis K over which an op sums. In the second example, each device computes a partial sum.
+The pass `decompose` later inserts the communication that adds the partial sums.
+
     out = linear(x, w); w [DIDx(N), K]  ->  out [M, DIDx(N), rK]
     out = linear(x, w); x [M, DIDx(K)], w [N, DIDx(K)]  ->  out [M, N, rDIDx(K)]
 """

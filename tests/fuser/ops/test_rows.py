@@ -141,9 +141,9 @@ def test_help_shows_meaning_shape_and_dtype_rule(name: str) -> None:
     assert f"rule `{row.dtype}`" in text and DTYPE_RULES[row.dtype].sentence in text
 
 
-def test_help_of_a_division_in_floats_does_not_speak_of_truncation() -> None:
+def test_help_of_a_division_in_floats_does_not_speak_of_rounding() -> None:
     div, truediv = (inspect.getdoc(op) or "" for op in (ops.div, ops.truediv))
-    assert "truncated" in div and "truncated" not in truediv and "in floats" in truediv
+    assert "rounded" in div and "rounded" not in truediv and "in floats" in truediv
 
 
 def test_no_name_is_told_twice() -> None:
