@@ -456,7 +456,9 @@ class _Rank:
                 assert mesh is not None
                 if op.inp.domain.no_reductions[op.axis].is_broadcast:
                     # Each part of an expanded axis is the same element, repeated.
-                    sizes = [self.number(n) for n in local_extents(op.out)]
+                    # In a stream loop, its other axes are those of one block.
+                    sizes = list(whole.shape)
+                    sizes[op.axis] = self.number(local_extents(op.out)[op.axis])
                     one = whole.narrow(op.axis, 0, min(1, whole.shape[op.axis]))
                     self.put(op.out, one.expand(sizes))
                 else:
