@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv with the test tools, then runs the tests (plain; those whose programs run again from
-# their text; on 2 ranks and on 4 ranks) and, for 90 s each, random programs on one device and on
+# their text; on 2 ranks and on 4 ranks) and, for 60 s each, random programs on one device and on
 # simulated ranks.
 #
 #   bash scripts/test.sh                everything, in about 25 minutes on 2 cores
@@ -71,7 +71,7 @@ if [ "$selection" -eq 0 ]; then
   for run in "single 450 1" "sharded 300 5" "streams 100 20"; do
     read -r kind cases refusals <<<"$run"
     step "random programs ($kind)" 400 "$PY" scripts/fuzz.py "$kind" --seed 0 --cases "$cases" \
-      --seconds 90 --processes 2 --refusals "$refusals"
+      --seconds 60 --processes 2 --refusals "$refusals"
   done
 fi
 if [ "$chosen" -eq 0 ]; then
