@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -11,15 +12,20 @@ from fuser import DataType, FusionDefinition, ParallelType
 from fuser.ir.fusion import TensorView
 from multidevice import DeviceMesh
 
-X, Y = ParallelType.mesh_x, ParallelType.mesh_y
+X, Y, Z = ParallelType.mesh_x, ParallelType.mesh_y, ParallelType.mesh_z
 # For each axis, the mesh dimensions that divide it, outermost first.
 Names = tuple[tuple[ParallelType, ...], ...]
-# Both meshes have the same four ranks. The keys are their numbers of dimensions.
-SIZES = {1: {X: 4}, 2: {X: 2, Y: 2}}
-MESHES = {1: DeviceMesh(range(4)), 2: DeviceMesh([[0, 1], [2, 3]])}
+# All meshes have the same four ranks. The keys are their numbers of dimensions.
+SIZES = {1: {X: 4}, 2: {X: 2, Y: 2}, 3: {X: 2, Y: 1, Z: 2}}
+MESHES = {
+    1: DeviceMesh(range(4)),
+    2: DeviceMesh([[0, 1], [2, 3]]),
+    3: DeviceMesh([[[0, 1]], [[2, 3]]]),
+}
 SHAPE = (8, 12, 4)
 
 
+@cache
 def placements(axes: int, ndim: int) -> list[Names]:
     """Returns all ways to divide `axes` axes by a subset of the mesh dimensions."""
     found: set[Names] = set()
