@@ -37,8 +37,9 @@ from hostir import (
     where,
 )
 from hostir.cost.machine_model import H200, Machine
-from hostir.cost.report import predict, report, traffic_of
+from hostir.cost.report import predict, report
 from hostir.cost.simulator import simulated_schedule
+from hostir.cost.traffic import traffic_of
 from multidevice import DeviceMesh
 from tests.support.predicted_times import (
     ENTRY,

@@ -22,8 +22,9 @@ from hostir import (
 )
 from hostir.analysis.collective_matching import find_mismatches
 from hostir.cost.machine_model import Machine
-from hostir.cost.report import predict, traffic_of
+from hostir.cost.report import predict
 from hostir.cost.simulator import simulated_schedule
+from hostir.cost.traffic import traffic_of
 from hostir.ir.buffer_aliasing import buffer_sharing_of
 from multidevice import Communicator
 from multidevice.transports.base.collectives import (
