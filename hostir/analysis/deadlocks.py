@@ -60,12 +60,13 @@ class Teams:
     """The division of the ranks into the teams of a communication. A rank is represented by its
     index in the list `ranks`.
 
-    `members` [teams, size] has the ranks of each team. For each rank, `team` is the number of the
-    rank's team, and `position` is the rank's position in this team. Both are -1 for a rank outside
-    the mesh.
+    `of` says how the mesh is divided. `members` [teams, size] has the ranks of each team. For each
+    rank, `team` is the number of the rank's team, and `position` is the rank's position in this
+    team. Both are -1 for a rank outside the mesh.
     """
 
     def __init__(self, of: TeamOf, ranks: Sequence[int]) -> None:
+        self.of = of
         mesh, known = of.mesh, np.asarray(ranks, dtype=np.int64)
         order = np.argsort(known, kind="stable")
         grid = order[np.searchsorted(known, mesh.devices, sorter=order)].reshape(mesh.shape)

@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fuser.ir.domain.device_mesh import ranks_text
+from fuser.ir.op import Op
 from hostir.analysis.rank_values import at, np
 from hostir.analysis.sliced_inputs import sliced_inputs
 from hostir.cost.machine_model import CPU
 from hostir.cost.simulator import SimulatedSchedule, WorkItem, critical_path
-from hostir.cost.traffic import traffic_of
+from hostir.cost.traffic import Traffic, traffic_of
 from hostir.ir.diagnostics import Site, line_numbers
 from hostir.ir.effects import CALLER
 from hostir.ir.program import HostIrContainer
@@ -93,6 +94,40 @@ class StreamTimes:
 
 
 @dataclass(frozen=True)
+class CommunicationCost:
+    """The cost of one communication for one rank, in one run of the program.
+
+    - `op`: the line of the program, the user's line, and the text of the op.
+    - `along`: the mesh dimensions along which the ranks of a team differ, such as `mesh_x`. It is
+      "between meshes" if sender and receiver are on different meshes.
+    - `members`: the number of ranks that communicate with one another.
+    - `times`: how often the op runs; `sent_nbytes`, `received_nbytes`: the bytes of all its runs.
+    - `seconds`: the time of all its runs if nothing else runs, or of the whole kernel if a kernel
+      reads other ranks' memory; 0 if no machine was given.
+    """
+
+    op: str
+    along: str
+    members: int
+    times: int
+    sent_nbytes: int
+    received_nbytes: int
+    seconds: float = 0.0
+
+
+def sent_along(communications: Iterable[CommunicationCost]) -> dict[str, int]:
+    """Returns the bytes that a rank sends along each mesh dimension in one run, such as `{"mesh_y":
+    4096, "mesh_x": 512}`.
+
+    A team that differs in several dimensions has a key of its own, such as `mesh_y mesh_x`.
+    """
+    found: dict[str, int] = {}
+    for one in communications:
+        found[one.along] = found.get(one.along, 0) + one.sent_nbytes
+    return found
+
+
+@dataclass(frozen=True)
 class RankTimes:
     """The predicted times, memory and traffic of one rank. The ranks in `ranks` form a class: all
     values are the same for each of these ranks.
@@ -102,7 +137,8 @@ class RankTimes:
     - `compute`, `communication`, `exposed`: see `Busy`; `streams`: the same for each stream.
     - `input_nbytes`: the size of the inputs; `peak_nbytes`: the largest number of bytes allocated
       at one time.
-    - `sent_nbytes`, `received_nbytes`: the traffic with other ranks.
+    - `sent_nbytes`, `received_nbytes`: the traffic with other ranks; `communications`: the same for
+      each communication in which the ranks take part, in program order.
     """
 
     ranks: tuple[int, ...]
@@ -116,6 +152,12 @@ class RankTimes:
     peak_nbytes: int
     sent_nbytes: int
     received_nbytes: int
+    communications: tuple[CommunicationCost, ...] = ()
+
+    @property
+    def sent_along(self) -> dict[str, int]:
+        """The bytes that a rank sends along each mesh dimension; see the function `sent_along`."""
+        return sent_along(self.communications)
 
     @property
     def idle(self) -> float:
@@ -175,7 +217,7 @@ def predict(program: HostIrContainer, made: SimulatedSchedule) -> Prediction:
     """Returns the predicted costs of a program, computed from `made`, which has the simulated begin
     and end of each op.
     """
-    traffic, unrolled = traffic_of(made.unrolled), made.unrolled
+    traffic, unrolled = traffic_of(made.unrolled, made.firsts), made.unrolled
     by_class: dict[int, list[int]] = {n: [] for n in range(len(made.firsts))}
     numbers: list[int] = made.classes.tolist()
     for rank, number in zip(made.ranks, numbers, strict=True):
@@ -199,6 +241,7 @@ def predict(program: HostIrContainer, made: SimulatedSchedule) -> Prediction:
                 _number(unrolled.peak, place),
                 _number(traffic.sent, place),
                 _number(traffic.received, place),
+                communications_of(program, traffic, number, _seconds_of_class(made, number)),
             )
         )
     links = None
@@ -211,6 +254,48 @@ def predict(program: HostIrContainer, made: SimulatedSchedule) -> Prediction:
     name, device = made.machine.name, made.machine.device
     path, notes = _path(program, made.work), sliced_inputs(program)
     return Prediction(name, device, seconds, tuple(found), links, path, notes)
+
+
+def communications_of(
+    program: HostIrContainer, traffic: Traffic, place: int, seconds: Mapping[Op, float]
+) -> tuple[CommunicationCost, ...]:
+    """Returns the cost of each communication in which a rank takes part, in program order.
+
+    `place` is the position of the rank in the argument `places` of `traffic_of`. `seconds` has the
+    times of communications.
+    """
+    lines = line_numbers(program)
+    return tuple(
+        CommunicationCost(
+            Site(row.op).text(lines),
+            row.along or "between meshes",
+            row.members,
+            int(row.times[place]),
+            round(float(row.sent[place])),
+            round(float(row.received[place])),
+            seconds.get(row.op, 0.0),
+        )
+        for row in traffic.ops
+        if row.times[place]
+    )
+
+
+def _seconds_of_class(made: SimulatedSchedule, number: int) -> dict[Op, float]:
+    """Returns the seconds that each communication of the class `number` needs in all its runs if
+    nothing else runs. A class consists of ranks that take the same time.
+
+    A send stands for its receive. For a kernel that reads other ranks' memory, the time is that of
+    the whole kernel.
+    """
+    found: dict[Op, float] = {}
+    for work in made.work:
+        item = work.item
+        if number not in work.classes or not (work.is_transfer or item.far):
+            continue
+        is_receive = item.movement is not None and item.movement.sent is None
+        op = (item.pairs[0][0] if is_receive else item).site.op
+        found[op] = found.get(op, 0.0) + work.cost.seconds
+    return found
 
 
 def stream_name(made: SimulatedSchedule, number: int) -> str:
@@ -308,6 +393,20 @@ def _class_lines(one: RankTimes, device: str) -> list[str]:
         f"  memory: {_size(one.input_nbytes)} of inputs, {_size(one.peak_nbytes)} allocated"
     )
     lines.append(f"  sent {_size(one.sent_nbytes)}, received {_size(one.received_nbytes)}")
+    return lines + _communication_lines(one)
+
+
+def _communication_lines(one: RankTimes) -> list[str]:
+    """Returns the lines about the bytes that each rank of a class sends along each mesh dimension,
+    and in each communication."""
+    lines = [f"  sent along {along}: {_size(n)}" for along, n in one.sent_along.items()]
+    if one.communications:
+        lines.append("  communications, with the bytes that a rank sends and the time alone:")
+    for row in one.communications[:_SHOWN_OPS]:
+        sent = f"{_size(row.sent_nbytes):>11} {ms(row.seconds)} {row.times:4} x"
+        lines.append(f"  {sent}  {row.members} ranks along {row.along}, {row.op}")
+    if (more := len(one.communications) - _SHOWN_OPS) > 0:
+        lines.append(f"    and {more} more (--json has them)")
     return lines
 
 

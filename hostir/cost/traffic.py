@@ -7,10 +7,14 @@ the same bytes along a ring.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import TensorView
+from fuser.ir.op import Op
+from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.analysis.deadlocks import Teams
 from hostir.analysis.rank_values import Array, PerRank, np
 from hostir.analysis.unrolled_program import UnrolledOp, Unroller
@@ -21,51 +25,121 @@ from multidevice.transports.base.collectives import Collective
 MAX_PAIRED = 16
 
 
+@dataclass(frozen=True)
+class OpTraffic:
+    """The bytes that one communication, or one kernel that reads other ranks' memory, moves in a
+    run.
+
+    - `op`: the op of the host program. A send stands for its receives, too.
+    - `along`: the mesh dimensions in which sender and receiver differ, such as `mesh_x` or `mesh_y
+      mesh_x`. "" if they are on different meshes.
+    - `members`: the number of ranks in a team, 2 for a send.
+    - `times`, `sent`, `received`: how often the op runs, and the bytes of all its runs. They have
+      one number for each rank in `places`, an argument of `traffic_of`.
+    """
+
+    op: Op
+    along: str
+    members: int
+    times: Array
+    sent: Array
+    received: Array
+
+
 @dataclass
 class Traffic:
     """The bytes that each rank sends and receives in one run of a program, as arrays over rank
     indices.
 
     `pairs` [sender, receiver] has the bytes for each pair of ranks. `pairs` is None if there are
-    more than `MAX_PAIRED` ranks.
+    more than `MAX_PAIRED` ranks. `ops` has a row for each op that moves data, in program order.
     """
 
     sent: Array
     received: Array
     pairs: Array | None
+    ops: tuple[OpTraffic, ...] = ()
 
 
-def traffic_of(unrolled: Unroller) -> Traffic:
-    """Adds up the bytes that each rank sends and receives in one run of the program. `unrolled` has
-    the ops of all ranks in each loop iteration.
+def traffic_of(unrolled: Unroller, places: Sequence[int] = ()) -> Traffic:
+    """Adds up the bytes that each rank sends and receives in one run of the program.
+
+    `unrolled` has the ops of all ranks in each loop iteration. `places` are the indices of the
+    ranks for which the bytes are also added up per op.
     """
     count = len(unrolled.ranks)
     pairs = np.zeros((count, count)) if count <= MAX_PAIRED else None
     found = Traffic(np.zeros(count), np.zeros(count), pairs)
+    rows: dict[tuple[Op, str], OpTraffic] = {}
+    here = np.asarray(places, dtype=np.int64)
     for item in unrolled.items:
         for one in item.group if item.group is not None else [item]:
-            _count(one, found)
+            before = found.sent[here], found.received[here]
+            along, members = _count(one, found, unrolled.ranks)
+            if not members:
+                continue
+            sent, received = found.sent[here] - before[0], found.received[here] - before[1]
+            times = (one.mask[here] | (sent > 0) | (received > 0)).astype(np.int64)
+            row = rows.get((one.site.op, along))
+            if row is not None:
+                times, sent, received = times + row.times, sent + row.sent, received + row.received
+            rows[one.site.op, along] = OpTraffic(one.site.op, along, members, times, sent, received)
+    found.ops = tuple(rows.values())
     return found
 
 
-def _count(item: UnrolledOp, found: Traffic) -> None:
+def _count(item: UnrolledOp, found: Traffic, ranks: Sequence[int]) -> tuple[str, int]:
+    """Adds the bytes of one op to `found`. Returns the mesh dimensions along which the op moves
+    data, and the number of ranks that take part; ("", 0) if the op moves nothing.
+
+    `ranks` has the global rank of each rank index.
+    """
+    along, members = "", 0
     for tv, (teams, n) in item.far.items():
         _among(found, teams, _nbytes(item, tv) / n, n, item.mask, item.mask)
+        along, members = dimensions_text(teams.of.ptypes), n
     movement, teams = item.movement, item.teams
     if movement is None or movement.sent is None:
-        return  # it moves nothing, or is a receive, which is counted with its send
+        # The op moves nothing else, or is a receive, which is counted with its send.
+        return along, members
     if movement.collective is not None:
         _collective(item, movement, movement.collective, found)
-        return
+        assert teams is not None, f"{item.site.op.name} needs a team"
+        return dimensions_text(teams.of.ptypes), teams.of.size
     nbytes = _nbytes(item, movement.sent)
     for _, senders, receivers in item.pairs:
         _add(found, senders, receivers, nbytes[senders])
+        along = _between(movement.sent.mesh, ranks, senders, receivers)
     if teams is not None and item.peers is not None:
         here = np.nonzero(item.mask)[0]
         to = np.broadcast_to(np.asarray(item.peers[0]), item.mask.shape)[here]
         receivers = teams.members[teams.team[here], to]
         moved = receivers != here
         _add(found, here[moved], receivers[moved], nbytes[here[moved]])
+        return dimensions_text(teams.of.ptypes), teams.of.size
+    return along, 2 if item.pairs else 0
+
+
+def dimensions_text(ptypes: Iterable[ParallelType]) -> str:
+    """Returns the names of mesh dimensions, outermost first, such as `mesh_y mesh_x`."""
+    return " ".join(p.name for p in reversed(DEVICE_TYPES) if p in set(ptypes))
+
+
+def _between(
+    mesh: DeviceMesh | None, ranks: Sequence[int], senders: Array, receivers: Array
+) -> str:
+    """Returns the names of the dimensions of `mesh` along which senders and receivers differ; "" if
+    a receiver is not on the mesh. Both are rank indices.
+    """
+    pairs = [
+        (ranks[a], ranks[b]) for a, b in zip(senders.tolist(), receivers.tolist(), strict=True)
+    ]
+    if mesh is None or not all(mesh.has(rank) for pair in pairs for rank in pair):
+        return ""
+    types = DEVICE_TYPES[: mesh.ndim]
+    return dimensions_text(
+        p for p in types if any(mesh.coordinate(a, p) != mesh.coordinate(b, p) for a, b in pairs)
+    )
 
 
 def _add(found: Traffic, senders: Array, receivers: Array, nbytes: Array) -> None:
