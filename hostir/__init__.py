@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fuser.ir.scalar.constructors import logical_not as logical_not
     from fuser.ir.scalar.constructors import ne as ne
     from fuser.ir.scalar.constructors import where as where
+    from hostir.cost.rank_program import RankProgram as RankProgram
+    from hostir.cost.rank_program import program_for as program_for
     from hostir.ir.effects import Stream as Stream
     from hostir.ir.ops import NUMBER_OF_STREAMS as NUMBER_OF_STREAMS
     from hostir.ir.ops import RANK as RANK
@@ -62,6 +64,7 @@ _MODULES = {
         "where",
     ),
     "hostir.ir.program": ("HostIrContainer", "equal"),
+    "hostir.cost.rank_program": ("RankProgram", "program_for"),
     "hostir.ir.effects": ("Stream",),
     "hostir.lowering.pipeline": ("lower_streams",),
     "hostir.ir.ops": ("NUMBER_OF_STREAMS", "RANK"),

@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor import DTensor
 
+    from fuser.ir.scalar.constructors import Number, Symbol
+    from hostir.cost.rank_program import JobDescription
+    from hostir.ir.program import HostIrContainer
     from hostir.profiling.timeline import Trace
     from hostir.profiling.tracer import Source
 
@@ -599,6 +602,17 @@ class FusionDefinition:
             FuserError: the program has not run yet.
         """
         return self._executor_cache().overlap_report(inputs)
+
+    def lower_for_job(
+        self, inputs: Sequence[object] | None, job: JobDescription
+    ) -> tuple[HostIrContainer, Mapping[Symbol, Number]]:
+        """Returns the host program that the ranks of a job run, and the values of the symbols of
+        its inputs. `hostir.program_for` calls this method, and verifies the program.
+
+        The job need not exist. `inputs` has the shape of each whole tensor, and the value of each
+        number.
+        """
+        return self._executor_cache().lower_for_job(inputs, job)
 
     def manual_execute(
         self, inputs: Iterable[object], heuristic_params: object = None

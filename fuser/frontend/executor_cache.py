@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import forward_ad
@@ -24,6 +25,7 @@ from torch.autograd import profiler as torch_profiler
 from fuser.frontend import implicit_inputs
 from fuser.frontend.implicit_inputs import Autograd, Draws, FloatSizes, HostScalars, T
 from fuser.frontend.inspection import Inspection, Watching
+from fuser.frontend.planned_job import Job, planned_job, stand_ins
 from fuser.frontend.profiler import PROFILERS, profiler_here
 from fuser.frontend.program_cache import (
     MAX_DECLINED,
@@ -59,7 +61,7 @@ from fuser.support.lru import Recent
 from fuser.support.options import EFFECTS, Settings
 from fuser.support.record import record
 from hostir.analysis.sliced_inputs import sliced_inputs
-from hostir.cost.machine_model import H200, find_machine, machine_of
+from hostir.cost.machine_model import H200, Machine, find_machine, machine_of
 from hostir.cost.overlap_search import FORCED, MARGIN, NoOverlap, Overlaps
 from hostir.ir.ops import PEER_COPIES
 from hostir.ir.printer import NOTES, dumped
@@ -78,6 +80,9 @@ from multidevice.job.communicator import Communicator, current_communicator, run
 from multidevice.sharding import queries
 from multidevice.sharding.queries import has_streams, requested_devices
 
+if TYPE_CHECKING:
+    from hostir.cost.rank_program import JobDescription
+
 # Limits of the caches of one definition: signatures; signatures that callers use in turns;
 # programs bound to a rank.
 MAX_SIGNATURES = 256
@@ -85,6 +90,8 @@ MAX_TURNS = 16
 MAX_BOUND = 64
 # Communicator, options and input class of a program.
 ClassKey = tuple[Communicator, Settings, Hashable]
+# Returns the description of a device's machine, or None.
+MachineAt = Callable[[torch.device], Machine | None]
 
 
 class FusionExecutorCache(Watching, Inspection):
@@ -589,15 +596,17 @@ class FusionExecutorCache(Watching, Inspection):
     def _program(
         self,
         input_class: InputClass,
-        communicator: Communicator,
+        communicator: Job,
         device: torch.device,
         settings: Settings,
+        machine_at: MachineAt = machine_of,
     ) -> tuple[Program, Overlaps | NoOverlap]:
         """Finds or builds the program for a class of inputs, which agree in everything on which the
         program depends, such as dtypes and memory layouts.
 
         Also returns the object that decides which matmuls and communications run at the same time.
         The job may have fewer ranks (processes) than the program needs, because nothing runs.
+        `machine_at` returns the description of a device by which overlap is decided.
         """
         # Before the cache's lock is taken, because it may open connections.
         backend = self._params.backend or (
@@ -612,7 +621,14 @@ class FusionExecutorCache(Watching, Inspection):
         key = (given, backend, input_class.key, settings, owner)
         texts: list[Dump] = []
         overlaps = overlaps_of(
-            self._fusion, key, communicator, device, backend, settings, self._params
+            self._fusion,
+            key,
+            communicator,
+            device,
+            backend,
+            settings,
+            self._params,
+            machine_at,
         )
         sizes = input_class.sizes
         try:
@@ -700,6 +716,30 @@ class FusionExecutorCache(Watching, Inspection):
         here = Communicator.instance()
         return self._program(found, here, where, self._settings)[0].container
 
+    def lower_for_job(
+        self, inputs: Sequence[object] | None, described: JobDescription
+    ) -> tuple[HostIrContainer, Mapping[Symbol, Number]]:
+        """Returns the host program that the ranks of a described job run, and the values of the
+        symbols of its inputs.
+
+        The job need not exist. `inputs` has the shape of each whole tensor, and the value of each
+        number (`hostir.program_for`).
+        """
+        job, device = planned_job(self._fusion, described), torch.device(described.device)
+        given = self._completed(stand_ins(self._defined, inputs))
+        values = self._binder.values(given)
+        sizes = {s: v for s, v in values.items() if isinstance(v, int)}
+        found = self._classifier.classify(given, sizes, device)
+
+        def machine_at(where: torch.device) -> Machine | None:
+            return described.machine if where.type == "cuda" else None
+
+        with uncollected:
+            program, _ = self._program(found, job, device, self._settings, machine_at)
+        program.check_divisible(sizes)
+        container = program.container
+        return container, InputBinder(container.values).values(given)
+
     def _sizes_of(self, given: Sequence[Argument]) -> dict[Symbol, int]:
         """Returns the values of the integer symbols (sizes and integer scalars) that follow from
         `given`, the inputs of the program.
@@ -765,11 +805,12 @@ _NOTHING = RunSignature(("",))
 def overlaps_of(
     fusion: Fusion,
     key: Hashable,
-    communicator: Communicator,
+    communicator: Job,
     device: torch.device,
     backend: str,
     settings: Settings,
     params: LowerParams,
+    machine_at: MachineAt = machine_of,
 ) -> Overlaps | NoOverlap:
     """Returns the object that decides which matmuls and communications of a program run at the same
     time (overlap).
@@ -785,7 +826,7 @@ def overlaps_of(
     name = settings.argument("machine")
     machine = find_machine(name, device) if name is not None else None
     if machine is None and device.type == "cuda":
-        machine = machine_of(device)
+        machine = machine_at(device)
     is_forced = settings.enabled("steps")
     machine = H200 if machine is None and is_forced else machine
     if machine is None:
@@ -816,7 +857,7 @@ def overlaps_of(
     )
 
 
-def _captured(communicator: Communicator, device: torch.device, can_copy: bool) -> tuple[str, ...]:
+def _captured(communicator: Job, device: torch.device, can_copy: bool) -> tuple[str, ...]:
     """Returns the names of the libraries whose communications on `device` can be captured in a CUDA
     graph: the device's default library and, if `can_copy` is True, peer copies.
 

@@ -9,6 +9,7 @@ Files, in reading order:
 - `simulator`: the times at which ops begin and end when they share a GPU and its links.
 - `traffic`: the bytes that ranks send to one another.
 - `report`: the predicted times of a program, and the text of `python -m hostir cost`.
+- `rank_program`: `program_for`: a program with memory, bytes and time, for a mesh of any size.
 - `overlap_search`: decides which communications are divided into steps that overlap with matmuls.
 - `calibrate`: measures a machine and writes its JSON file.
 """

@@ -109,7 +109,8 @@ def _count(item: UnrolledOp, found: Traffic, ranks: Sequence[int]) -> tuple[str,
     nbytes = _nbytes(item, movement.sent)
     for _, senders, receivers in item.pairs:
         _add(found, senders, receivers, nbytes[senders])
-        along = _between(movement.sent.mesh, ranks, senders, receivers)
+        if len(senders):
+            along, members = _between(movement.sent.mesh, ranks, senders, receivers), 2
     if teams is not None and item.peers is not None:
         here = np.nonzero(item.mask)[0]
         to = np.broadcast_to(np.asarray(item.peers[0]), item.mask.shape)[here]
@@ -117,12 +118,13 @@ def _count(item: UnrolledOp, found: Traffic, ranks: Sequence[int]) -> tuple[str,
         moved = receivers != here
         _add(found, here[moved], receivers[moved], nbytes[here[moved]])
         return dimensions_text(teams.of.ptypes), teams.of.size
-    return along, 2 if item.pairs else 0
+    return along, members
 
 
 def dimensions_text(ptypes: Iterable[ParallelType]) -> str:
     """Returns the names of mesh dimensions, outermost first, such as `mesh_y mesh_x`."""
-    return " ".join(p.name for p in reversed(DEVICE_TYPES) if p in set(ptypes))
+    given = set(ptypes)
+    return " ".join(p.name for p in reversed(DEVICE_TYPES) if p in given)
 
 
 def _between(
@@ -131,9 +133,9 @@ def _between(
     """Returns the names of the dimensions of `mesh` along which senders and receivers differ; "" if
     a receiver is not on the mesh. Both are rank indices.
     """
-    pairs = [
-        (ranks[a], ranks[b]) for a, b in zip(senders.tolist(), receivers.tolist(), strict=True)
-    ]
+    given: list[int] = senders.tolist()
+    taken: list[int] = receivers.tolist()
+    pairs = [(ranks[a], ranks[b]) for a, b in zip(given, taken, strict=True)]
     if mesh is None or not all(mesh.has(rank) for pair in pairs for rank in pair):
         return ""
     types = DEVICE_TYPES[: mesh.ndim]

@@ -1,0 +1,222 @@
+"""The job for which `hostir.program_for` lowers a definition: ranks that nobody has started, and
+inputs without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from fuser.ir.binding import Argument
+from fuser.ir.dtypes import to_torch
+from fuser.ir.fusion import Fusion, TensorView
+from fuser.ir.memory_layout import declared_order, expanded_positions
+from fuser.ir.scalar import constructors as sc
+from fuser.support.arguments import Mismatch, take_integer
+from fuser.support.errors import InputError, ShardingError, user_code
+from fuser.support.inputs import check_count
+from multidevice.coordination.bounded_wait import Team
+from multidevice.sharding.queries import local_sizes, requested_devices
+
+if TYPE_CHECKING:
+    from hostir.cost.rank_program import JobDescription
+
+
+class Library(Protocol):
+    """The interface of a communication library, as far as programs depend on it."""
+
+    @property
+    def name(self) -> str:
+        """The name of the library, such as `nccl`."""
+        ...
+
+    def can_capture(self, what: str) -> bool:
+        """Returns whether a CUDA graph may repeat the communication `what`, such as "batch"."""
+        ...
+
+
+class Job(Protocol):
+    """The interface of a job, as far as programs depend on it. A `Communicator` is a job that
+    runs."""
+
+    def rank(self) -> int:
+        """Returns the rank for which a program is compiled."""
+        ...
+
+    def size(self) -> int:
+        """Returns the number of ranks of the job."""
+        ...
+
+    def are_on_one_host(self, devices: Team) -> bool:
+        """Returns whether all ranks in `devices` run on one host."""
+        ...
+
+    def have_access(self, device: torch.device) -> bool:
+        """Returns whether the ranks of a host can map each other's memory on `device`."""
+        ...
+
+    def backend_for(self, device: torch.device) -> Library:
+        """Returns the library that communicates tensors on `device`."""
+        ...
+
+    def peers_for(self, device: torch.device) -> Library:
+        """Returns the backend that copies tensors on `device` out of other ranks' memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class _PlannedLibrary:
+    """A communication library of a job that does not run. CUDA graphs can repeat all of its
+    communications except barriers, as those of NCCL and of peer copies.
+    """
+
+    name: str
+
+    def can_capture(self, what: str) -> bool:
+        """Returns whether a CUDA graph may repeat the communication `what`: all but "barrier"."""
+        return what != "barrier"
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job of `count` ranks that does not run. All ranks of a host can map each other's memory."""
+
+    described: JobDescription
+    count: int
+
+    def rank(self) -> int:
+        """Returns the rank for which a program is compiled."""
+        return self.described.rank
+
+    def size(self) -> int:
+        """Returns the number of ranks of the job."""
+        return self.count
+
+    def are_on_one_host(self, devices: Team) -> bool:
+        """Returns whether all ranks in `devices` run on one host."""
+        return len({rank // self.described.ranks_per_host for rank in devices}) < 2
+
+    def have_access(self, device: torch.device) -> bool:
+        """Returns True: the ranks of a host can map each other's memory."""
+        del device
+        return True
+
+    def backend_for(self, device: torch.device) -> Library:
+        """Returns the library of the description."""
+        del device
+        return _PlannedLibrary(self.described.library)
+
+    def peers_for(self, device: torch.device) -> Library:
+        """Returns the backend for peer copies."""
+        del device
+        return _PlannedLibrary("peer copies")
+
+
+def planned_job(fusion: Fusion, described: JobDescription) -> PlannedJob:
+    """Returns the job that has all ranks of the fusion's meshes.
+
+    Raises:
+        ShardingError: no tensor has a mesh, or no mesh contains the rank of the description.
+    """
+    devices, rank = requested_devices(fusion), described.rank
+    if not devices:
+        raise ShardingError(
+            "the definition names no mesh, so there are no ranks to plan for: annotate a tensor, "
+            "for example with define_tensor(.., mesh=mesh, placements=[Shard(0)])"
+        )
+    if rank not in devices:
+        meshes = dict.fromkeys(str(tv.mesh) for tv in fusion.tensors() if tv.mesh is not None)
+        raise ShardingError(
+            f"rank {rank} is on no mesh of the definition, so it would store and send nothing: "
+            f"choose a rank of {' or '.join(meshes)}"
+        )
+    return PlannedJob(described, devices[-1] + 1)
+
+
+# ----------------------------------------------------------------------
+# Inputs without memory.
+
+
+def stand_ins(fusion: Fusion, inputs: Sequence[object] | None) -> list[Argument]:
+    """Returns one rank's inputs of a definition, with tensors on torch's meta device, which have no
+    memory.
+
+    `inputs` has the global shape of each tensor, or None for a tensor whose extents are numbers in
+    the definition, and the value of each number. A CPU scalar is a tensor of one element, on the
+    CPU. Shards are dense, in the declared memory order.
+
+    Raises:
+        InputError: an extent or a number is missing, or does not fit the definition.
+        ShardingError: a mesh does not divide an extent.
+    """
+    declared = fusion.inputs
+    given = [None] * len(declared) if inputs is None else list(inputs)
+    check_count(len(given), declared, fusion.scalar_lines)
+    return [
+        _shard(fusion, position, tv, value)
+        if isinstance(tv, TensorView)
+        else _number(position, tv, value, fusion)
+        for position, (tv, value) in enumerate(zip(declared, given, strict=True))
+    ]
+
+
+def _number(position: int, declared: object, value: object, fusion: Fusion) -> Argument:
+    if isinstance(value, bool | int | float | complex):
+        return value  # pyright: ignore[reportReturnType]
+    line = fusion.scalar_lines.get(declared, "")  # pyright: ignore[reportArgumentType, reportCallIssue]
+    raise InputError(
+        f"input {position}, {declared}, is a number, but found {value!r}: pass its value, such as "
+        f"inputs=[.., 2.0, ..]{user_code(line)}"
+    )
+
+
+def _shard(fusion: Fusion, position: int, tv: TensorView, value: object) -> torch.Tensor:
+    """Returns the shard of an input tensor, without memory."""
+    dtype = to_torch(tv.dtype())
+    if tv.is_cpu_scalar:
+        return torch.ones((), dtype=dtype)
+    shape = local_sizes(tv, _global_shape(fusion, position, tv, value))
+    order = declared_order(tv) or tuple(range(len(shape)))
+    strides, step, repeated = [0] * len(shape), 1, expanded_positions(tv)
+    for axis in reversed(order):
+        if axis not in repeated:
+            strides[axis] = step
+            step *= max(shape[axis], 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def _global_shape(fusion: Fusion, position: int, tv: TensorView, value: Any) -> list[int]:
+    """Returns the extents of a whole input tensor: those in `value`, which must agree with the
+    numbers in the definition.
+    """
+    known = [sc.int_value(fusion.canonical(x)) for x in tv.shape()]
+    words, line = f"input {position}, {tv.label} {_shape_text(tv)},", user_code(tv.user_line())
+    if value is None:
+        if None in known:
+            raise InputError(
+                f"{words} has an extent that is not known before a call: pass inputs=[..] with the "
+                f"shape of each whole tensor, such as (8192, 4096){line}"
+            )
+        return [n for n in known if n is not None]
+    if isinstance(value, torch.Tensor) or not isinstance(value, tuple | list):
+        raise InputError(
+            f"{words} needs the shape of the whole tensor, such as (8192, 4096), but found a "
+            f"{type(value).__name__}{line}"
+        )
+    try:
+        shape = [take_integer(n) for n in value]  # pyright: ignore[reportUnknownVariableType]
+    except Mismatch as error:
+        raise InputError(f"{words} needs a shape of integers: {error.text}{line}") from None
+    fits = len(shape) == len(known) and all(
+        n >= 0 and k in (None, n) for n, k in zip(shape, known, strict=True)
+    )
+    if not fits:
+        raise InputError(f"{words} cannot have the global shape {tuple(shape)}{line}")
+    return shape
+
+
+def _shape_text(tv: TensorView) -> str:
+    return f"[{', '.join(map(str, tv.shape()))}]"

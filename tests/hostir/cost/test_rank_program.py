@@ -1,0 +1,229 @@
+"""`hostir.program_for`: the program of a real job, and its memory and bytes against numbers by
+hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hostir
+from fuser import (
+    DataType,
+    FusionDefinition,
+    Replicate,
+    Shard,
+    define_scalar,
+    define_tensor,
+    multidevice,
+    ops,
+    shard,
+)
+from fuser.frontend import executor_cache
+from fuser.frontend.program_cache import ProgramCache
+from fuser.ir.fusion import TensorView
+from fuser.support.errors import InputError, ShardingError
+from multidevice import Communicator, DeviceMesh
+from tests.support.host_programs import CASES
+
+BF16 = 2
+ROWS, WIDTH, WIDE = SIZES = 512, 1024, 4096
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    return DeviceMesh(torch.arange(torch.Size(shape).numel()).reshape(shape))
+
+
+def defined(define: Callable[[], None]) -> FusionDefinition:
+    with FusionDefinition() as fd:
+        define()
+    return fd
+
+
+def mlp(mesh: DeviceMesh, rows: int = -1, width: int = -1, wide: int = -1) -> FusionDefinition:
+    """Two layers and the sum of their rows. Rows are cut along mesh_y, hidden features along
+    mesh_x.
+    """
+    with FusionDefinition() as fd:
+        x, up, down = (
+            fd.define_tensor(
+                shape, contiguity=True, dtype=DataType.BFloat16, mesh=mesh, placements=placements
+            )
+            for shape, placements in (
+                ([rows, width], [Shard(0), Replicate()]),
+                ([wide, width], [Replicate(), Shard(0)]),
+                ([width, wide], [Replicate(), Shard(1)]),
+            )
+        )
+        y = fd.ops.linear(fd.ops.relu(fd.ops.linear(x, up)), down)
+        fd.add_output(y)
+        fd.add_output(fd.ops.sum(fd.ops.cast(y, DataType.Float), [0]))
+    return fd
+
+
+SHAPES = [(ROWS, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE)]
+
+
+# ------------------------------------------------------------------ the program of a job
+def scaled_noise() -> None:
+    """A scalar input, and random numbers, whose seed is an input that the user does not see."""
+    mesh = DeviceMesh([0, 1, 2, 3])
+    x = define_tensor([-1, 8], contiguity=True)
+    x.fusion.add_input(x)
+    shard(x, mesh, [Shard(0)])
+    s = define_scalar(None, DataType.Double)
+    x.fusion.add_input(s)
+    noise: Any = ops.uniform(0.0, 1.0, [x.size(0), 8], dtype=DataType.Float)
+    y = ops.mul(ops.add(x, noise), s)
+    total: Any = ops.sum(y, [0])
+    x.fusion.add_output(total)
+
+
+PROGRAMS: dict[str, tuple[Callable[[], None], list[tuple[int, ...] | float]]] = {
+    **{n: (CASES[n].define, [*CASES[n].shapes]) for n in ("mlp4", "mesh2x2", "encoder2")},
+    "scaled noise": (scaled_noise, [(8, 8), 3.0]),
+}
+
+
+def check_that_it_is_the_jobs(name: str, backend: str | None, patch: pytest.MonkeyPatch) -> None:
+    """Plans before and without the job's caches, runs, and compares the texts."""
+    define, inputs = PROGRAMS[name]
+    rank = Communicator.instance().rank()
+    patch.setattr(executor_cache, "PROGRAMS", ProgramCache())
+    planned_rank = rank % (2 if name == "encoder2" else 4)
+    planned = hostir.program_for(
+        defined(define), inputs=inputs, rank=planned_rank, device="cpu", backend=backend
+    )
+    patch.setattr(executor_cache, "PROGRAMS", ProgramCache())
+    fd = defined(define)
+    given = [
+        multidevice.shard_tensor(torch.rand(value), tv, copy=True)
+        if isinstance(value, tuple) and isinstance(tv, TensorView)
+        else value
+        for value, tv in zip(inputs, fd.fusion.inputs, strict=True)
+    ]
+    torch.manual_seed(0)  # the ranks must draw the same seed
+    fd.execute(given)
+    program = fd.fec.host_program()
+    assert program is not planned.program
+    assert planned.program.full_text() == program.full_text()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_program_is_that_of_simulated_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with multidevice.simulate(4) as world:
+        world.run(check_that_it_is_the_jobs, name, "simulated", monkeypatch)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_program_is_that_of_a_job(
+    name: str, monkeypatch: pytest.MonkeyPatch, comm: Communicator
+) -> None:
+    check_that_it_is_the_jobs(name, None, monkeypatch)
+
+
+# ------------------------------------------------------------------ numbers by hand
+@pytest.mark.parametrize(("y", "x"), [(2, 2), (8, 8), (256, 64)])
+def test_memory_and_bytes_of_a_rank(y: int, x: int) -> None:
+    """Bytes of bfloat16; the sum of rows is in float32."""
+    planned = hostir.program_for(mlp(mesh_of(y, x)), inputs=SHAPES, rank=y * x - 1)
+    rows, wide = ROWS // y, WIDE // x
+    assert planned.input_nbytes == BF16 * WIDTH * (rows + 2 * wide)
+    hidden, result, total = rows * wide * BF16, rows * WIDTH * BF16, WIDTH * 4
+    # Two hidden tensors around relu; the second and the parts of the result; parts and result; the
+    # result, and the parts and the whole of the total.
+    at_once = (2 * hidden, hidden + result, 2 * result, result + 2 * total)
+    assert planned.peak_nbytes == max(at_once)
+    sent = {"mesh_x": 2 * (x - 1) * result // x, "mesh_y": 2 * (y - 1) * total // y}
+    assert planned.sent_along == sent
+    assert [(one.along, one.members, one.times) for one in planned.communications] == [
+        ("mesh_x", x, 1),
+        ("mesh_y", y, 1),
+    ]
+    assert [one.received_nbytes for one in planned.communications] == [*sent.values()]
+    predicted = planned.predict("h200")
+    (one,) = predicted.classes
+    assert len(one.ranks) == x * y and one.sent_along == sent
+    assert (one.input_nbytes, one.peak_nbytes) == (planned.input_nbytes, planned.peak_nbytes)
+    times = [row.seconds for row in one.communications]
+    assert sum(times) == pytest.approx(one.communication) and min(times) > 0
+
+
+def test_extents_in_the_definition_need_no_shapes() -> None:
+    fd = mlp(mesh_of(2, 2), *SIZES)
+    planned = hostir.program_for(fd)
+    assert planned.rank == 0
+    for inputs in (SHAPES, [None, None, SHAPES[2]]):
+        assert hostir.program_for(fd, inputs=inputs).peak_nbytes == planned.peak_nbytes
+    symbolic = hostir.program_for(mlp(mesh_of(2, 2)), inputs=SHAPES)
+    assert symbolic.peak_nbytes == planned.peak_nbytes
+
+
+def test_overlap_needs_all_ranks_on_one_host() -> None:
+    """An allgather beside a linear is divided into steps, unless the ranks are on two hosts."""
+
+    def gathered(ranks: int) -> FusionDefinition:
+        mesh = DeviceMesh(range(ranks))
+        with FusionDefinition() as fd:
+            x, w = (
+                fd.define_tensor(
+                    [-1, -1],
+                    contiguity=True,
+                    dtype=DataType.BFloat16,
+                    mesh=mesh,
+                    placements=[Shard(0)],
+                )
+                for _ in range(2)
+            )
+            fd.add_output(fd.ops.linear(x, w))
+        return fd
+
+    def text(ranks: int, **options: Any) -> str:
+        planned = hostir.program_for(gathered(ranks), inputs=[(8192, 8192)] * 2, **options)
+        return str(planned.program)
+
+    assert "FOR" in text(4, machine="h200") and "FOR" in text(4, ranks_per_host=4)
+    assert "FOR" not in text(4, ranks_per_host=2) and "FOR" not in text(16)
+    assert "FOR" not in text(4, device="cpu")
+    assert "backend=NCCL" in text(16) and "backend=MPI" in text(16, device="cpu")
+
+
+# ------------------------------------------------------------------ what is refused
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"input 0, T0_\S+ \[i0, i1\], has an extent .* pass inputs=\[\.\.\] with the shape"),
+        ({"inputs": SHAPES[:2]}, "Expected 3, got 2: T2.* is missing"),
+        ({"inputs": [*SHAPES[:2], (1024,)]}, r"input 2, .* cannot have the global shape \(1024,\)"),
+        ({"inputs": [*SHAPES[:2], (1024, -1)]}, r"cannot have the global shape \(1024, -1\)"),
+        ({"inputs": [*SHAPES[:2], (1024, 2.5)]}, "needs a shape of integers"),
+        ({"inputs": [torch.empty(2, 2), *SHAPES[1:]]}, "shape of the whole .* but found a Tensor"),
+        ({"inputs": [*SHAPES[:2], (1024, 512)]}, "to have extent i3 = 4096 .* but got 512"),
+        ({"inputs": SHAPES, "backend": "UCX"}, "no backend 'UCX': expected one of NCCL"),
+        ({"inputs": SHAPES, "machine": "h100"}, "there is no machine 'h100'"),
+        ({"inputs": SHAPES, "number_of_streams": 0}, "number_of_streams = 0: expected a number"),
+        ({"inputs": SHAPES, "ranks_per_host": 0}, "ranks_per_host = 0: expected a number"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        hostir.program_for(mlp(mesh_of(2, 2)), **options)
+
+
+def test_ranks_and_meshes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ShardingError, match=r"rank 4 is on no mesh .* choose a rank of DeviceMesh"):
+        hostir.program_for(mlp(mesh_of(2, 2)), inputs=SHAPES, rank=4)
+    with pytest.raises(ShardingError, match=r"extent 512 .* is not divisible by the 3 devices"):
+        hostir.program_for(mlp(mesh_of(3, 2)), inputs=SHAPES)
+    with FusionDefinition() as fd:
+        fd.add_output(fd.ops.neg(fd.define_tensor([4])))
+    with pytest.raises(ShardingError, match="the definition names no mesh"):
+        hostir.program_for(fd)
+    with pytest.raises(InputError, match="expected a FusionDefinition, but found a Fusion"):
+        hostir.program_for(fd.fusion)
+    with pytest.raises(InputError, match="input 1, d2, is a number, but found None"):
+        hostir.program_for(defined(scaled_noise), inputs=[(8, 8), None])
