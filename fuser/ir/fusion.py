@@ -35,6 +35,7 @@ from fuser.support.errors import (
     ArgumentError,
     DefinitionError,
     UnsupportedError,
+    counted,
     user_code,
     user_line,
 )
@@ -235,7 +236,8 @@ class TensorView:
         if not 0 <= wrapped < length:
             raise DefinitionError(
                 f"Tried to access out of boundary index {index}. total index: {length} in {self}: "
-                f"expected an index from {-length} to {length - 1}"
+                f"it has {counted(length, 'axis')}, so the index must be from {-length} to "
+                f"{length - 1}"
             )
         return wrapped
 
@@ -1448,9 +1450,9 @@ class Axis(Val):
         """
         if parallel_type.is_stream and parallel_type is not ParallelType.stream:
             raise DefinitionError(
-                f"cannot parallelize {self} of {self.tensor} on {parallel_type.name}: merge the "
-                "axes that are to be streamed, and parallelize the merged axis on "
-                f"ParallelType.stream{user_code(user_line())}"
+                f"cannot parallelize {self} of {self.tensor} on {parallel_type.name}, a type that "
+                "only the compiler sets: use ParallelType.stream. To stream several axes, merge "
+                f"them first{user_code(user_line())}"
             )
         is_cut = parallel_type.is_device or parallel_type is ParallelType.stream
         if is_cut:

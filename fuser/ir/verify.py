@@ -8,8 +8,8 @@ from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.support.errors import VerifyError
 
 
-def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
-    """Checks the rules that hold for every correct fusion. `after` names the pass that just ran.
+def verify_fusion(fusion: Fusion, *, after: str = "") -> None:
+    """Checks the rules that hold for every correct fusion.
 
     - Every tensor is the result of one op, which precedes the ops that read the tensor.
     - Inputs are the result of no op. Each output is an input or the result of an op.
@@ -20,43 +20,49 @@ def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
       over CUDA streams.
 
     Raises:
-        VerifyError: a rule is broken. The message names the pass, the op and the rule.
+        VerifyError: a rule is broken. `after` is the name of the pass that has made the fusion, or
+            "" for a fusion that users wrote. The message of a pass asks for a report, because only
+            a fault of this project breaks a rule there.
+    """
+    problem = _problem(fusion)
+    if problem and after:
+        raise VerifyError(
+            f"internal error: the pass {after} has made a wrong fusion. Please report this "
+            f"definition: {problem}"
+        )
+    if problem:
+        raise VerifyError(problem)
+
+
+def _problem(fusion: Fusion) -> str:
+    """Returns the first broken rule of a fusion as the text of a message, or "" if there is none.
+
+    Raises:
+        VerifyError: an op breaks a rule of its own.
     """
     known = {v for v in fusion.inputs if isinstance(v, TensorView)}
     for op in fusion.exprs:
         for value in op.inputs:
             if isinstance(value, TensorView) and value not in known:
-                raise VerifyError(
-                    f"after {after}: an op reads {value}, but no earlier op defines it:\n"
-                    f"{op_text(op)}"
-                )
+                return f"an op reads {value}, but no earlier op defines it:\n{op_text(op)}"
         for out in op.outputs:
             if out in known:
-                raise VerifyError(
-                    f"after {after}: two ops define {out}; the second is\n{op_text(op)}"
-                )
+                return f"two ops define {out}; the second is\n{op_text(op)}"
             known.add(out)
         op.verify()
     for out in fusion.outputs:
         if out not in known:
-            raise VerifyError(
-                f"after {after}: output {out} is neither an input nor the result of an op"
-            )
+            return f"the output {out} is neither an input nor the result of an op"
     for value in fusion.inputs:
         if isinstance(value, Scalar) and not isinstance(value, Symbol):
-            raise VerifyError(
-                f"after {after}: the scalar input {value} is an expression, expected a symbol"
-            )
+            return f"the scalar input {value} is an expression, expected a symbol"
     for alias in fusion.aliases:
         wrong = f"{alias.into} is not an input" * (alias.into not in fusion.inputs)
         if alias.out not in fusion.outputs:
             wrong = f"{alias.out} is not an output"
         if wrong:
-            raise VerifyError(
-                f"after {after}: the update {alias.out} -> {alias.into} must write an output into "
-                f"an input, but {wrong} of the fusion"
+            return (
+                f"the update {alias.out} -> {alias.into} must write an output into an input, but "
+                f"{wrong} of the fusion"
             )
-    for tv in fusion.tensors():
-        problem = tv.domain.problem
-        if problem:
-            raise VerifyError(f"after {after}: {tv}: {problem}")
+    return next((f"{tv}: {p}" for tv in fusion.tensors() if (p := tv.domain.problem)), "")

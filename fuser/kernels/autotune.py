@@ -316,13 +316,16 @@ class Tuning:
         wanted, free = scratch_nbytes(given.outputs), free_nbytes(device)
         try:
             if free is not None and wanted > free:
-                raise torch.OutOfMemoryError(f"only {free} bytes of {device} are free")
+                raise torch.OutOfMemoryError(
+                    f"timing other parameters needs {wanted} bytes on {device}, but only {free} "
+                    "bytes are free"
+                )
             return _Search(given, self._name, tolerance_of(self._fusion)).run()
         except torch.OutOfMemoryError as error:
             warn(
-                f"tune: {self._name} keeps the heuristic's parameters, because timing others needs "
-                f"{wanted} bytes in addition to the caller's tensors "
-                f"({str(error).partition(chr(10))[0]})",
+                f"tune: {self._name} keeps the heuristic's parameters, because there is not enough "
+                f"memory to time others: {str(error).partition(chr(10))[0]}. Free {wanted} bytes "
+                "in addition to the tensors of the call, and run again",
                 RuntimeWarning,
             )
             return None

@@ -34,6 +34,7 @@ from fuser.support.errors import (
     DefinitionError,
     DtypeError,
     UnsupportedError,
+    counted,
     user_line,
 )
 
@@ -207,8 +208,9 @@ def wrap_dim(dim: int, rank: int, op_name: str, tv: TensorView) -> int:
     if not -max(rank, 1) <= dim < max(rank, 1):
         raise fail(
             op_name,
-            f"Tried to access out of boundary index {dim}. total index: {rank} in {tv}: an axis "
-            f"must be from {-max(rank, 1)} to {max(rank, 1) - 1}",
+            f"Tried to access out of boundary index {dim}. total index: {rank} in {tv}: it has "
+            f"{counted(rank, 'axis')}, so the number of an axis must be from {-max(rank, 1)} to "
+            f"{max(rank, 1) - 1}",
         )
     return dim + rank if dim < 0 else dim
 

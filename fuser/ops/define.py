@@ -98,9 +98,9 @@ def _refuse_values(shape: object) -> None:
         return
     sizes = list(data.shape)
     raise ArgumentError(
-        f"{_NAME}(): incompatible function arguments: shape: got a {type(shape).__name__} of shape "
-        f"{sizes} with its values: write fd.from_pytorch(x), or fd.{_NAME}({sizes})"
-        f"{user_code(user_line())}"
+        f"{_NAME}(): incompatible function arguments: shape: expected a list of sizes, got a "
+        f"{type(shape).__name__} of shape {sizes}: write fd.{_NAME}({sizes}), or "
+        f"fd.from_pytorch(x) for an input like this one{user_code(user_line())}"
     )
 
 

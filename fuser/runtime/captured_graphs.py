@@ -269,8 +269,8 @@ class CudaGraph:
                 self._library,
                 "cuGraphLaunch",
                 status,
-                "the CUDA graph of a repeated run cannot be launched, possibly because of an error "
-                "in a kernel that ran before",
+                "the CUDA graph that repeats an earlier run cannot be launched, possibly because "
+                "of an error in a kernel that ran before",
             )
 
     def update(self, node: object, call: LaunchCall) -> None:
@@ -285,8 +285,7 @@ class CudaGraph:
                 self._library,
                 "cuGraphExecKernelNodeSetParams",
                 status,
-                "a kernel in the CUDA graph of a repeated run cannot be set to the tensors of this "
-                "run",
+                "the CUDA graph of an earlier run cannot be updated with the tensors of this run",
             )
 
 

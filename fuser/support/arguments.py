@@ -28,6 +28,7 @@ from fuser.support.errors import (
     FuserError,
     IntegerRangeError,
     advice_on_nvfuser,
+    plural,
     user_code,
     user_line,
 )
@@ -317,7 +318,7 @@ def list_items(value: object, words: str, *, longest: int = LONGEST) -> list[obj
 
 
 def _list(item: Kind, *, is_ordered: bool) -> Kind:
-    words = "a list" if item is _ANY else f"a list of {_plural(item.words)}"
+    words = "a list" if item is _ANY else f"a list of {_plurals(item.words)}"
 
     def take(value: object) -> object:
         # A tensor has rows, but the user does not mean the list of its rows.
@@ -367,7 +368,7 @@ def _row(parts: Sequence[Kind]) -> Kind:
 
 
 def _mapping(key: Kind, item: Kind) -> Kind:
-    words = f"a dictionary from {_plural(key.words)} to {_plural(item.words)}"
+    words = f"a dictionary from {_plurals(key.words)} to {_plurals(item.words)}"
 
     def take(value: object) -> object:
         if not isinstance(value, Mapping):
@@ -390,10 +391,14 @@ def _at(kind: Kind, value: object, position: object) -> object:
         raise
 
 
-def _plural(words: str) -> str:
-    """Returns the plural of a description: `tensors` for `a tensor`."""
-    singles = (w.removeprefix("an ").removeprefix("a ") for w in words.split(" or "))
-    return " or ".join(w if w in ("None", "True", "False") else f"{w}s" for w in singles)
+def _plurals(words: str) -> str:
+    """Returns the plural of a description: `tensors or None` for `a tensor or None`."""
+    several = list[str]()
+    for words_of_one in words.split(" or "):
+        noun, of, rest = words_of_one.removeprefix("an ").removeprefix("a ").partition(" of ")
+        is_name = noun in ("None", "True", "False")
+        several.append(noun if is_name else f"{plural(noun)}{of}{rest}")
+    return " or ".join(several)
 
 
 # ------------------------------------------------------------------ checks of a call

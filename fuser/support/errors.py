@@ -308,6 +308,24 @@ def user_code(where: str) -> str:
     return f" (user code at {where})" if where else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, for messages: `1 axis`, `2 axes`, `0 loop axes`.
+
+    `noun` is in the singular.
+    """
+    return f"{number} {noun if number == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """Returns the plural of a noun: `axes` for `axis`, `entries` for `entry`."""
+    for end, ends in (("axis", "axes"), ("index", "indices"), ("matrix", "matrices")):
+        if noun.endswith(end):
+            return noun.removesuffix(end) + ends
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}es" if noun.endswith(("s", "sh", "ch", "x")) else f"{noun}s"
+
+
 def padding_words(extent: int, multiple: int) -> str:
     """Returns the end of a message about an extent that is no multiple of `multiple`: what the user
     can do.

@@ -289,6 +289,6 @@ def _check_dtypes(op: TensorOp) -> None:
     if not fits:
         kinds = " or ".join(dict.fromkeys(map(dtype_text, expected)))
         raise VerifyError(
-            f"{op.name}: the op computes {kinds} from its operands, but the result {out} has the "
-            f"dtype {dtype_text(out.dtype())}"
+            f"{op.name}: with these operands the result has the dtype {kinds}, but {out} is "
+            f"declared with the dtype {dtype_text(out.dtype())}"
         )

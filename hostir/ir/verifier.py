@@ -471,12 +471,12 @@ class _Checker:
         ops = tuple(walk(self.program.ops))
         used = list(program_symbols(self.program.values, self.program.tensors(), ops))
         for number, group in self.program.groups.items():
-            _verify_fusion(group.fusion, f"kernel group {number}", "cutting it")
+            _verify_fusion(group.fusion, f"kernel group {number}")
             found = program_symbols(group.fusion, group.fusion.tensors(), group.fusion.exprs)
             # The launch passes the inputs, under names of the program.
             used += (s for s in found if s not in group.fusion.inputs)
         for number, unit in self.program.units.items():
-            _verify_fusion(unit, f"host unit {number}", "adding it")
+            _verify_fusion(unit, f"host unit {number}")
         self._bound(dict.fromkeys(used), self.loop_indices)
         if self.freed:
             owners = (t for t in self.storage.tensors if t not in self.storage.shows)
@@ -720,9 +720,9 @@ def _numbers(known: Iterable[int], what: str) -> str:
     return f"its {what} are {numbers}" if numbers else f"it has no {what}"
 
 
-def _verify_fusion(fusion: Fusion, which: str, after: str) -> None:
+def _verify_fusion(fusion: Fusion, which: str) -> None:
     try:
-        verify_fusion(fusion, after=after)
+        verify_fusion(fusion)
     except VerifyError as error:
         raise VerifyError(f"the fusion of {which} is not well-formed\n{error}") from None
 

@@ -679,7 +679,7 @@ class LibraryKernels:
                 place, end = int(seen[0]) - 1, int(seen[1])
                 seen[0] = 0
                 raise InputError(
-                    f"grouped_mm: Expected offsets that rise from 0 to {extent}, the size of axis "
+                    f"grouped_mm: Expected sorted offsets from 0 to {extent}, the size of axis "
                     f"{op.ragged} of {op.mat1} and {op.mat2}, but in an earlier run {op.offsets} "
                     f"had {end} for group {place}{user_code(op.where)}"
                 )

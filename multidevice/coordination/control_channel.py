@@ -748,8 +748,9 @@ class CallTokens:
                 self._control.check_ended(what, [Need(r, self._key, number + 1) for r, _ in others])
                 awaited = self._awaited_by(left, number)
                 raise PeerError(
-                    f"ranks {team_text(left)} gave up {what()}: an error ended their wait for "
-                    + (f"ranks {team_text(awaited)}" if awaited else "it")
+                    f"{what()} failed on ranks {team_text(left)}, which raised an error while they "
+                    f"waited{f' for ranks {team_text(awaited)}' if awaited else ''}: look for the "
+                    f"error of ranks {team_text(left)}"
                 )
         except BaseException:
             mine, missing = self.mine[number & 1], {need.rank for need in behind()}

@@ -474,9 +474,9 @@ class Channel:
         if self._calls < max(calls):
             ahead = [r for r, n in zip(self._team, calls, strict=True) if n > self._calls]
             raise error or PeerError(
-                f"ranks {team_text(ahead)} gave up the call that matches this one: an error ended "
-                f"it (they are in their call {max(calls)} of the programs of team "
-                f"{team_text(self._team)}, this rank is in its call {self._calls})"
+                f"call {self._calls} of the programs of team {team_text(self._team)} failed on "
+                f"ranks {team_text(ahead)}, which are already in call {max(calls)}: look for the "
+                f"error of ranks {team_text(ahead)}"
             )
         if min(calls) < self._calls:
             return False

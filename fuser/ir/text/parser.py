@@ -521,7 +521,8 @@ class Parser(ValueParser):
                 raise c.fail(f"expected a tensor, found {value_text(value)}", at)
             if word in found and found[word] != value:
                 raise c.fail(
-                    f"expected {value_text(found[word])}, the value of {word} earlier in this op",
+                    f"{word} is {value_text(value)} here, but {value_text(found[word])} earlier in "
+                    "this op: both must be equal",
                     at,
                 )
             found[word] = value

@@ -459,9 +459,8 @@ def check_ends(op: GroupedMmaOp, extent: int, ends: Sequence[int]) -> None:
     """Raises `InputError` if `ends` of groups decrease, or are outside the range 0 to `extent`."""
     if any(x > y for x, y in pairwise([0, *ends, extent])):
         raise InputError(
-            f"grouped_mm: Expected offsets that rise from 0 to {extent}, the size of axis "
-            f"{op.ragged} of {op.mat1} and {op.mat2}, but {op.offsets} is {[*ends]}"
-            f"{user_code(op.where)}"
+            f"grouped_mm: Expected sorted offsets from 0 to {extent}, the size of axis {op.ragged} "
+            f"of {op.mat1} and {op.mat2}, but {op.offsets} is {[*ends]}{user_code(op.where)}"
         )
 
 
@@ -585,15 +584,15 @@ def _check(op: GroupedScalesOp, starts: list[int], begins: list[int], m: int, ro
     edges = [*starts, m]
     if edges[0] or any(x > y for x, y in pairwise(edges)):
         raise InputError(
-            f"{op.name}: Expected input_offsets that rise from 0 to at most {m}, the rows of "
-            f"{op.inp}, but {op.input_offsets} is {starts}{user_code(op.where)}"
+            f"{op.name}: Expected sorted input_offsets from 0 to at most {m}, the number of rows "
+            f"of {op.inp}, but {op.input_offsets} is {starts}{user_code(op.where)}"
         )
     sizes = [y - x for x, y in pairwise(edges)]
     spans = zip(begins, sizes, [*begins, rows][1:], strict=True)
     overlaps = any(begin + size > limit for begin, size, limit in spans)
     if overlaps or any(x % TILE_ROWS or x < 0 for x in begins):
         raise InputError(
-            f"{op.name}: Expected output_offsets that are multiples of {TILE_ROWS} and rise by "
-            f"the sizes of the groups, {sizes}, up to {rows}, but {op.output_offsets} is {begins}"
-            f"{user_code(op.where)}"
+            f"{op.name}: Expected output_offsets that are multiples of {TILE_ROWS} and leave room "
+            f"for the rows of each group, {sizes}, in the {rows} rows of the result, but "
+            f"{op.output_offsets} is {begins}{user_code(op.where)}"
         )

@@ -341,7 +341,7 @@ REFUSED: list[tuple[Build, type[FuserError], str]] = [
     (
         lambda fd, x, i: fd.ops.softmax(x, 2),
         DefinitionError,
-        "boundary index 2.*: an axis must be from -2 to 1",
+        "boundary index 2.*: it has 2 axes, so .* must be from -2 to 1",
     ),
     (lambda fd, x, i: fd.ops.log_softmax(i, 0), DtypeError, "log_softmax: a floating dtype"),
     (lambda fd, x, i: fd.ops.gelu(i), DtypeError, "gelu: a floating dtype"),

@@ -150,7 +150,7 @@ def test_what_other_groups_have_does_not_count() -> None:
 @pytest.mark.parametrize("ragged", FORMS)
 def test_offsets_that_are_none(ragged: str, ends: list[int]) -> None:
     fd = define(grouped, draw_all(ragged, SIZES, [1, 2, 3, 4]))
-    text = rf"grouped_mm: Expected offsets that rise from 0 to {SIZES[ragged]}, the size of axis "
+    text = rf"grouped_mm: Expected sorted offsets from 0 to {SIZES[ragged]}, the size of axis "
     for _ in range(3):
         with pytest.raises(InputError, match=text):
             fd.execute(draw_all(ragged, SIZES, ends))

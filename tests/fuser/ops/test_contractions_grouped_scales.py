@@ -304,7 +304,7 @@ def test_sizes_that_do_not_fit() -> None:
         with pytest.raises(InputError):
             fd.execute([t[:3] if n == name else t for n, t in given.items()])
     ends = torch.tensor([2, 1, 3, 4], dtype=torch.int32)
-    with pytest.raises(InputError, match="grouped_mm: Expected offsets that rise from 0 to 6"):
+    with pytest.raises(InputError, match="grouped_mm: Expected sorted offsets from 0 to 6"):
         fd.execute([*{**given, "offsets": ends}.values()])
 
 

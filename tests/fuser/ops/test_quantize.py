@@ -379,14 +379,18 @@ def test_one_group_has_the_tiles_of_a_matrix() -> None:
 @pytest.mark.parametrize(
     ("starts", "begins", "text"),
     [
-        ([1, 4], [0, 128], r"input_offsets that rise from 0 to at most 9, .* is \[1, 4\]"),
-        ([0, 10], [0, 128], r"input_offsets that rise from 0 to at most 9, .* is \[0, 10\]"),
-        ([0, -1], [0, 128], r"input_offsets that rise from 0 to at most 9, .* is \[0, -1\]"),
+        ([1, 4], [0, 128], r"sorted input_offsets from 0 to at most 9, .* is \[1, 4\]"),
+        ([0, 10], [0, 128], r"sorted input_offsets from 0 to at most 9, .* is \[0, 10\]"),
+        ([0, -1], [0, 128], r"sorted input_offsets from 0 to at most 9, .* is \[0, -1\]"),
         ([0, 4], [0, 64], r"output_offsets that are multiples of 128 .* is \[0, 64\]"),
-        ([0, 4], [0, 0], r"groups, \[4, 5\], up to 256, but T2_g.* is \[0, 0\]"),
-        ([0, 4], [128, 0], r"up to 256, but .* is \[128, 0\]"),
-        ([0, 4], [0, 256], r"up to 256, but .* is \[0, 256\]"),
-        ([0, 4], [-128, 0], r"up to 256, but .* is \[-128, 0\]"),
+        (
+            [0, 4],
+            [0, 0],
+            r"each group, \[4, 5\], in the 256 rows of the result, but T2_g.* is \[0, 0\]",
+        ),
+        ([0, 4], [128, 0], r"in the 256 rows of the result, but .* is \[128, 0\]"),
+        ([0, 4], [0, 256], r"in the 256 rows of the result, but .* is \[0, 256\]"),
+        ([0, 4], [-128, 0], r"in the 256 rows of the result, but .* is \[-128, 0\]"),
     ],
 )
 def test_offsets_that_are_none(starts: list[int], begins: list[int], text: str) -> None:
@@ -402,7 +406,7 @@ def test_offsets_that_are_none(starts: list[int], begins: list[int], text: str) 
 
 def test_rows_of_no_group_are_refused() -> None:
     fd = define(grouped, [draw_bits(9, 3, torch.float32), int32([]), int32([])])
-    with pytest.raises(InputError, match=r"rise from 0 to at most 9, .* is \[\]"):
+    with pytest.raises(InputError, match=r"sorted input_offsets from 0 to at most 9, .* is \[\]"):
         fd.execute([draw_bits(9, 3, torch.float32), int32([]), int32([])])
     (out,) = fd.execute([draw_bits(0, 3, torch.float32), int32([]), int32([])])
     assert out.shape == (0, 4) and out.dtype == torch.float32

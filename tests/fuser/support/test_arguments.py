@@ -206,7 +206,7 @@ WORDS: dict[str, tuple[Callable[..., Any], str]] = {
     "a torch tensor beside": (lambda fd, x: torch.add(X, x), r"write fd\.ops\.add"),
     "define_tensor(X)": (
         lambda fd, x: fd.define_tensor(X),
-        r"shape \[2, 3\].*write fd\.from_pytorch\(x\), or fd\.define_tensor\(\[2, 3\]\)",
+        r"shape \[2, 3\].*write fd\.define_tensor\(\[2, 3\]\), or fd\.from_pytorch\(x\)",
     ),
     "define_tensor(array)": (lambda fd, x: fd.define_tensor(X.numpy()), r"from_pytorch"),
 }

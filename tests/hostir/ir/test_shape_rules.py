@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, ...], DataType, str, st
         (4, 6),
         HALF,
         "",
-        "add: the op computes float from its operands, but the result",
+        "add: with these operands the result has the dtype float, but",
     ),
     "comparison": (_less, (4, 6), (4, 6), BOOL, "", None),
     "comparison, dtype": (
@@ -140,7 +140,7 @@ CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, ...], DataType, str, st
         (4, 6),
         FLOAT,
         "",
-        "lt: the op computes bool from its operands, but the result T1.* dtype float",
+        "lt: with these operands the result has the dtype bool, but T1.* dtype float",
     ),
     "copy": (nodes.LoadStoreOp, (2, 6), (2, 6), FLOAT, "xy", None),
     "copy of a shard": (

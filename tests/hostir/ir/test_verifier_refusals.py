@@ -549,7 +549,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "ranks": (_to((4,), _sum), "has 2 axes, which do not fit the 1 axes of the result"),
     "a dtype": (
         _to((4, 8), _add, HALF),
-        "computes float from its operands, but the result T2_g___half.* has the dtype __half",
+        "the result has the dtype float, but T2_g___half.* is declared with the dtype __half",
     ),
     "cut otherwise": (
         _cut_otherwise,
