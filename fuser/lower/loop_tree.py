@@ -94,7 +94,9 @@ class Loop:
 
     @property
     def symbol(self) -> Scalar:
-        """The index of this loop, and of all loops joined with it, or 0 for a loop of extent 1."""
+        """The index of this loop, or 0 for a loop of extent 1. If loops of several stages are one
+        loop in the kernel (`join`), they have the same index.
+        """
         return self.find()._symbol
 
     @symbol.setter

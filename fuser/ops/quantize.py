@@ -57,6 +57,9 @@ def nv_block_quantize(
 ) -> tuple[TensorView, TensorView]:
     """Quantizes `input` to (values, scales), so that values * scales approximates `input`.
 
+    Only the format MXFP8 is supported: pass `block_size=32` and `dtype=DataType.Float8_e4m3fn`, and
+    no `global_scale`. The defaults are those of nvFuser's op for NVFP4, and raise an error.
+
     The values are Float8_e4m3fn [.., k], and the scales Float8_e8m0fnu [.., k / 32]. A block of 32
     consecutive elements has one scale.
 

@@ -101,11 +101,13 @@ def _open_axes(op: TensorOp) -> list[tuple[IterDomain, Scalar]]:
 
 
 def iterate_resized(fusion: Fusion) -> None:
-    """Makes the axes of slices and pads that may have size 1 ordinary iteration axes, in place.
+    """Turns axes of the results of slice and pad ops into iteration axes, in place: those whose
+    size may be 1, depending on the inputs.
 
-    Such an axis would otherwise be a broadcast for some sizes and not for others, but a kernel that
-    serves several sets of sizes needs the same kind for all. An ordinary axis of size 1 is not
-    repeated to match a longer one: an op whose operands have different sizes there raises an error.
+    Otherwise, such an axis would be a broadcast axis for some input sizes and an iteration axis for
+    others. But a kernel that serves several sets of sizes needs one kind for all of them. An
+    iteration axis of size 1 is not repeated to match a longer one: an op whose operands have
+    different sizes there raises an error.
     """
     if any(resized_axes(op) or _open_axes(op) for op in fusion.used_exprs()):
         resolve_symbolic(fusion, iter(()), None)

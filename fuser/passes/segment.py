@@ -504,8 +504,8 @@ class _Segmenter:
     def _accepted(
         self, group: SegmentGroup, totals: tuple[TensorView, ...] = ()
     ) -> SegmentGroup | None:
-        """Returns the kernel `group` with its fusion and scheduler, or None if no scheduler accepts
-        it.
+        """Returns `group` with the fusion and the scheduler of its kernel, or None if no scheduler
+        accepts it.
 
         With `totals`, the kernel computes only partial sums of these tensors. Results are cached.
         """

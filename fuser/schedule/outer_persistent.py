@@ -4,11 +4,14 @@ Ops over the same rows depend on the reductions, as in batch norm of channels-la
 *rows* are the reduced axes, the *columns* the others.
 
 A CUDA block processes a *strip* of a few columns, and its threads hold all rows of the strip in
-registers.
+registers. If the rows do not fit, the threads read them in a loop (`GPU looped`), once for each
+reduction.
 
-Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial, US
-unswitched, UR unrolled and V vector loops. The body of an unswitched loop exists in two versions,
-with and without bounds checks. S 1 has one iteration, `r` marks reduced axes:
+The table has the loops, from outer to inner. `|` separates the loops over columns from those over
+rows, and these from the columns of one vector. BIDx loops run over CUDA blocks, and TIDx and TIDy
+loops over threads. S loops are serial, UR unrolled, and V a vector. US is unswitched: the body
+exists in two versions, with and without bounds checks. S 1 has one iteration, `r` marks reduced
+axes, and `..` stands for several axes:
 
     GPU         [BIDx columns, TIDx columns | r S 1, r UR, r TIDy | columns V]
     GPU looped  [BIDx columns, TIDx columns | r S, r TIDy | columns V]

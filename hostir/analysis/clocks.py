@@ -137,8 +137,10 @@ class StreamOrder:
         self._effects: dict[int, tuple[Effect, ...]] = {}
 
     def follow(self, op: Op) -> None:
-        """Records that the host has issued `op` on the current stream. If the op changes, names or
-        waits for a stream or a communication, also updates which work is ordered before which.
+        """Records that the host has put `op` on the current stream.
+
+        Some ops switch to another stream, give a stream a name, or wait for a stream or a
+        communication. For these, also updates which work is ordered before which.
         """
         self.clocks.advance()
         if isinstance(op, StreamOp | StartsCommunication | StartCoalescing | Wait):

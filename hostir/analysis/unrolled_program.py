@@ -56,8 +56,9 @@ class UnrolledOp:
     - `pairs`: for a send or receive, triples of (the partner's `UnrolledOp`, indices of this op's
       ranks, indices of the partner ranks).
     - `group`: for the end of a group, the sends and receives that start together.
-    - `far`: the operands that are views of the parts of a tensor on a team's ranks, each with
-      (teams, number of ranks in a team). Most of such an operand is in the memory of other ranks.
+    - `far`: operand -> (teams, number of ranks in a team), for each operand that is one tensor made
+      of the shards of all ranks of a team, without a copy. Most of such an operand is in the memory
+      of other ranks.
     """
 
     site: Site

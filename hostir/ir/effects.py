@@ -208,8 +208,9 @@ class Enters:
 
 @record
 class Captures:
-    """The effect of a `GetCurrentStream` op: the current stream gets the name that `stream`
-    contains, so that later ops can refer to it."""
+    """The effect of a `GetCurrentStream` op: names the stream that is current when the op runs.
+    Later ops refer to the stream by this name, such as `S0`, which is in `stream`.
+    """
 
     stream: Stream
 

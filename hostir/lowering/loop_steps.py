@@ -445,12 +445,14 @@ class OperandSlicer:
         *,
         keep: Collection[ParallelType] = (),
     ) -> TensorView:
-        """Returns a view of part `number` of `source`, a tensor of the host program with the
-        elements of `tv`. The stream axes of `tv` (a tensor of the fusion) say how its elements are
-        divided into parts. One view op per stream axis is added to the iteration.
+        """Returns a view of block `number` of `source`, the tensor of the host program that stores
+        the values of `tv`, a tensor of the fusion.
 
-        By default, the view lacks those stream axes that are whole axes of the tensor. The stream
-        axes of the types in `keep` remain, as axes of one element.
+        A stream axis of `tv` is divided over the iterations of a loop, and each iteration uses one
+        block of the tensor. This method adds one view op per stream axis to the body of the loop.
+        Some stream axes divide an axis of the tensor into blocks. Others are themselves an axis of
+        the tensor, and the view lacks such an axis. But if its type is in `keep`, the view keeps
+        it, with size 1.
         """
         like = self._program.twins[tv]
         elements = [s.ptype for s in stream_axes(tv) if s.is_logical and s.ptype not in keep]

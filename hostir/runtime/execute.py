@@ -238,9 +238,11 @@ class Receiver(Protocol):
         ...
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """Takes `found`, the results of `op` that torch has computed in new memory, and stores them
-        as the outputs of `op` in this run. A recorder also records that later runs compute them
-        again.
+        """Stores `found`, the results of `op` that torch has computed in new memory, as the outputs
+        of `op` in this run.
+
+        If this object records the run, so that later runs can repeat it, it also records that they
+        compute `op` again.
         """
         ...
 

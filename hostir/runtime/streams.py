@@ -221,7 +221,7 @@ class CpuStreams:
         return ENTRY if key == "Default" else key
 
     def current(self) -> Handle:
-        """Returns the name of this thread's current stream."""
+        """Returns the name (handle) of this thread's current stream."""
         return getattr(self._local, "current", ENTRY)
 
     def enter(self, stream: Handle) -> None:

@@ -714,11 +714,11 @@ class CallTokens:
         ]
 
     def _awaited_by(self, left: Sequence[int], number: int) -> list[int]:
-        """Returns the missing ranks, for an error message: the ranks for which other ranks waited
-        in vain before they gave up call `number`.
+        """Returns the missing ranks for an error message, after some ranks waited too long and gave
+        up call `number`: the ranks for which they waited.
 
-        `left` are the ranks that gave the call up. The result contains neither these ranks nor this
-        rank, because they have come to the call.
+        `left` are the ranks that gave up. These ranks and this rank are not in the result, because
+        they did reach the call.
         """
         gave_up, words, awaited = call_token(GAVE_UP, number), self.page, 0
         for _, slot in self._others[number & 1]:

@@ -147,12 +147,12 @@ def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
 
 
 class _BlockDepth(Rules[int]):
-    """Rules for a walk from a loop axis up to the logical axis that it divides; they count the
-    splits on the way.
+    """Rules for the walk from a loop axis through splits to the logical axis that the loop axis
+    divides into blocks. They compute how deep these blocks are nested.
 
-    The loop axis `axis` numbers blocks of the logical axis. The count says how deep these blocks
-    are nested in the blocks of other splits. The rules raise `UnsupportedError`, which names
-    `axis`, if a block would not consist of consecutive elements.
+    Each index of `axis`, the loop axis, selects one block. The result is 0 if no split has made the
+    blocks, and more for blocks inside the blocks of other splits. The rules raise
+    `UnsupportedError`, which names `axis`, if a block would not consist of consecutive elements.
     """
 
     needs_all = False

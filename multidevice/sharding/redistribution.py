@@ -187,8 +187,8 @@ def _steps_of_streams(source: Placement, target: Placement) -> list[Placement]:
     - Then dimensions are removed, inner cuts before outer cuts, mesh_x first.
     - Then the remaining dimensions are added, outer cuts first.
 
-    If a division over devices is removed inside the blocks of a stream, the stream remains, and its
-    steps have the same blocks on all these devices.
+    If the removed division was inside a division by a stream loop, the loop's division is kept. All
+    devices along the removed dimension then have the same blocks in the same iterations.
     """
     changing = _changing_types(source, target)
     now = [without_streams(cuts) for cuts in source]

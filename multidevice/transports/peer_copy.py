@@ -230,8 +230,8 @@ class Mailbox:
     def unanswered(self) -> list[tuple[int, int]]:
         """Returns the transfers that this rank has announced and no receiver has answered yet.
 
-        Each is (position, tag): the index of the tag in the memory of the mailbox, in 8-byte words,
-        and the number of the transfer.
+        Each is (position, tag). `tag` is the number of the transfer. `position` says where the tag
+        is stored in the memory of the mailbox, in 8-byte words.
         """
         found: list[tuple[int, int]] = []
         for rank in self.team:

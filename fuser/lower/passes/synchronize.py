@@ -46,8 +46,8 @@ class _SharedArrayUses:
         return self.overlaps(later) or bool(self.writes & later.writes)
 
     def overlaps(self, later: _SharedArrayUses) -> bool:
-        """Whether one of the two groups of statements reads a shared-memory array that the other
-        writes.
+        """Whether one of two groups of statements, this one and `later`, reads a shared-memory
+        array that the other writes.
         """
         return bool(self.writes & later.reads or self.reads & later.writes)
 
