@@ -37,12 +37,12 @@ def whole_box(shape: Iterable[int]) -> Box:
 
 
 def whole_axes(shape: Iterable[int]) -> tuple[Owned, ...]:
-    """Returns the buffer axes in which each tensor axis is stored, for a tensor that refers to a
-    whole buffer: tensor axis k is buffer axis k.
+    """Returns, for a tensor that refers to a whole buffer, the buffer axis in which each tensor
+    axis is stored: tensor axis k is buffer axis k.
 
-    An axis is described by a tuple of triples (buffer axis, buffer elements per index of the tensor
-    axis, number of indices). Here, each tuple has one triple. A tuple has several triples only
-    after a reshape that merges buffer axes into one tensor axis.
+    Each entry is a tuple with one triple: (buffer axis, buffer elements per index of the tensor
+    axis, number of indices). Only a reshape that merges buffer axes into one tensor axis makes
+    entries with several triples.
     """
     return tuple(((k, 1, n),) for k, n in enumerate(shape))
 
@@ -51,11 +51,14 @@ def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | 
     """Selects the indices from `start` to `start + length` (exclusive) of one tensor axis, and
     computes which elements of the buffer remain.
 
-    `box` has the range of elements along each buffer axis to which the tensor refers. `owned`
-    describes the tensor axis: a triple (buffer axis, buffer elements per index, number of indices)
-    for each buffer axis in which the tensor axis is stored, outermost first. Returns the smaller
-    box and the triples of the shortened axis. Returns None if the remaining elements do not form a
-    box, for example if the selected indices of two merged axes end in the middle of a row.
+    - `box`: the range of elements along each buffer axis to which the tensor refers.
+    - `owned`: the buffer axes in which the tensor axis is stored, outermost first, each as a triple
+      (buffer axis, buffer elements per index, number of indices). There are several if the tensor
+      axis merges buffer axes.
+
+    Returns the smaller box and the triples of the shortened axis. Returns None if the remaining
+    elements do not form a box. For example, elements 0 to 3 of a merged [2, 3] axis are one row and
+    the first element of the next row.
     """
     kept: list[tuple[int, int, int]] = []
     inside = math.prod(count for _, _, count in owned)
@@ -119,11 +122,13 @@ def _dealt(steps: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[
     """Splits a merged axis into the axes of a reshape's result, and returns the buffer axes in
     which each of these axes is stored.
 
-    `steps` describes the merged axis: a triple (buffer axis, buffer elements per index, number of
-    indices) for each buffer axis in which it is stored, outermost first. `sizes` are the sizes of
-    the result's axes. Each of them is described by such triples, too. If a size neither divides the
-    rest of a buffer axis nor is a multiple of that rest, this axis and all later axes are None
-    (unknown).
+    - `steps`: the buffer axes in which the merged axis is stored, outermost first, each as a triple
+      (buffer axis, buffer elements per index, number of indices).
+    - `sizes`: the sizes of the result's axes.
+
+    The result has such triples for each axis. Each axis takes its indices from the outermost buffer
+    axis that is not used up. If the remaining indices of this buffer axis cannot be divided evenly,
+    the axis and all later axes are None (unknown).
     """
     rest = list(reversed(steps))
     found: list[Owned | None] = []
@@ -266,8 +271,9 @@ class TrackedBuffer:
     - `home`: the stream that allocated the buffer.
     - `made`: the allocation, as a write; None if the caller passed the buffer.
     - `is_filled`: whether all elements are known to be written.
-    - `cells`: the accesses, by the part of the buffer that they use. Parts are grouped by how they
-      were cut from the buffer, because parts of one group are equal or do not overlap.
+    - `cells`: for each part of the buffer, the accesses of this part. Parts that come from the same
+      division of the buffer, such as its 4 chunks along axis 0, are in one group: they do not
+      overlap.
     - `freed`: the op that freed the buffer; None while the buffer is allocated.
     """
 
@@ -298,8 +304,9 @@ class TrackedBuffer:
         """Returns the elements of `box` (a range of indices along each axis) that no op has
         written, as a list of boxes.
 
-        Some writes are known only by their number of elements, because their positions do not form
-        a box. Returns an empty list if such writes may have written all remaining elements.
+        The positions of some writes do not form a box, so that only their number of elements is
+        known. If these writes may have written all elements that the other writes leave, returns an
+        empty list.
         """
         cells = [(at, cell) for cells in self.cells.values() for at, cell in cells.items()]
         left = uncovered(box, (at for at, cell in cells if cell.is_written))
@@ -406,9 +413,9 @@ class BufferRegion(NamedRegion[int, Owned]):
       of the tensor.
     - `axes`: for each axis of the tensor, triples of (buffer axis, buffer elements per index,
       number of indices); None if unknown.
-    - `grid`: the divisions by which the box was cut from the buffer, one after another: each has an
-      axis and, for example, its number of chunks. Two boxes with equal grids are equal or disjoint,
-      because the chunks of one division do not overlap.
+    - `grid`: the divisions that led from the whole buffer to the box, one after another. Each has
+      the divided axis and, for example, the number of chunks. Two boxes with the same grid are
+      equal or disjoint, because the chunks of a division do not overlap.
     - `parts`: the selections that could not be expressed as a box. If `parts` is not empty, the
       tensor refers to only some elements of the box.
     """

@@ -163,13 +163,13 @@ class StreamOrder:
         return stream, self.clocks.of[stream][stream]
 
     def is_within(self, lifetime: Lifetime) -> bool:
-        """Returns whether a buffer with this lifetime is in use only between the work that the
-        caller puts on its stream before the run and the work after the run. Other runs on the
-        caller's stream can then use the same memory.
+        """Returns whether the caller's stream can use the memory of a buffer with this lifetime
+        before and after the run, for example in other runs.
 
-        The recorder calls this method after the last op of the run, because the order of all work
-        is known only then. Returns False if no wait orders the allocation after the caller's
-        earlier work, or no wait orders the caller's later work after the deallocation.
+        This is so if the buffer is allocated after the work that the caller put on its stream
+        before the run, and deallocated before the caller's work after the run. Returns False if no
+        wait ensures one of these. The recorder calls this method after the last op of the run,
+        because the order of all work is known only then.
         """
         stream, tick = lifetime.end
         return ENTRY in lifetime.begin and self.clocks.of[ENTRY].get(stream, 0) >= tick

@@ -288,11 +288,11 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(TEAM, text, ((site, ""),)))
 
     def _enters(self, event: PostedCollective, here: Array) -> None:
-        """Matches a collective if all members of each team enter the collective in the same op and
+        """Matches the collective `event` if all members of each team enter it in the same op and
         iteration. `here` has True for the ranks that enter.
 
-        Otherwise records the collective, which is then matched after the walk, by following the
-        ranks one by one.
+        Otherwise records the collective. After the walk, it is matched by following the ranks one
+        by one.
         """
         self._begin()
         if self.is_uneven:
@@ -422,12 +422,12 @@ class MatchingWalk(Walk[PerRank]):
         return not wrong.any()
 
     def _check_cuts(self, movement: Movement, row: Collective, team: TeamOf, site: Site) -> None:
-        """Reports a gather or scatter along a mesh dimension, such as `mesh_x`, if the divided
-        tensor is split over other mesh dimensions only. The divided tensor is the operand of a
-        gather, or the result of a scatter.
+        """Reports a gather or scatter whose team is formed along other mesh dimensions than those
+        over which the divided tensor is split. The divided tensor is the operand of a gather, or
+        the result of a scatter.
 
-        Also reports a gather whose result is declared as still split over this mesh dimension.
-        `row` describes the type of collective, such as whether the result is larger than the
+        Also reports a gather whose result is declared as still split over a mesh dimension of the
+        team. `row` describes the type of collective, such as whether the result is larger than the
         operand.
         """
         growth = row.growth
@@ -546,12 +546,11 @@ class MatchingWalk(Walk[PerRank]):
             self.events.append(group)
 
     def _begin(self) -> None:
-        """Prepares for the next communication of the walk, which is not the receive of the last
-        send.
+        """Prepares for a communication that is not the receive of the last send.
 
-        A peer copy's send is kept until the next communication, because that may be the matching
-        receive. If a send is still kept now, its receive has not come in time. The send is then
-        recorded in `events`, and matched after the walk by following the ranks one by one.
+        A send by peer copy is kept in `sent`, because the next communication may be its receive. A
+        send that is still kept now is moved to `events`. After the walk, it is matched by following
+        the ranks one by one.
         """
         sent, self.sent = self.sent, None
         if sent is not None:
@@ -709,9 +708,9 @@ class MatchingWalk(Walk[PerRank]):
         """Checks transfers between ranks: reports elements of a tensor that the receiver stores at
         another position of the tensor than the sender.
 
-        `a` has the elements that each of `senders` sends. `b` has the elements at whose place the
-        rank with the same index in `receivers` stores the data. `sites` are the ops, for the
-        report. Nothing is checked if `a` or `b` is unknown.
+        Transfer k goes from `senders[k]` to `receivers[k]`. `a` has the elements that each rank
+        sends, and `b` the elements that each rank overwrites with the received data. `sites` are
+        the ops, for the report. Nothing is checked if `a` or `b` is unknown.
         """
         found = lost_on_the_way(self.shapes, a, b, senders, receivers)
         if found is not None:
@@ -797,11 +796,11 @@ def _lies(
     met: PostedCollective, inp: Region, out: Region, left: Region, right: Region, i: int
 ) -> str:
     """Returns an explanation for the report about a collective that stores a piece at a wrong
-    place: to which member of the team the piece belongs, by its position in memory. Returns "" if
-    each rank sends and receives its whole tensor.
+    place, such as "in memory, T1[0:2] is the piece for position 1 of the team".
 
-    `met` is the collective, with operand `inp` and result `out`. `left` is the region that is sent,
-    and `right` is the region where it is stored; the two should be equal. `i` is the index of a
+    Returns "" if each rank sends and receives its whole tensor. `met` is the collective, with
+    operand `inp` and result `out`. `left` is the part of the operand that is sent, and `right` the
+    part of the result that is stored; both should have the same elements. `i` is the index of a
     rank on which they differ.
     """
     if left is not inp:
@@ -873,9 +872,10 @@ def lost_on_the_way(
     """Checks whether transfers store each element of a tensor at the position that it had at the
     sender.
 
-    Each of `senders` sends the elements `a`. The rank at the same index of `receivers` stores the
-    data as the elements `b`. Returns None if all is right, and otherwise (message, index of the
-    first wrong transfer). Two cases are not checked, because they can be intended:
+    Transfer k goes from `senders[k]` to `receivers[k]`. `a` has the elements that each rank sends,
+    and `b` the elements that each rank overwrites with the received data. Returns None if all is
+    right, and otherwise (message, index of the first wrong transfer). Two cases are not checked,
+    because they can be intended:
 
     - The tensor is not split over any mesh dimension. The user may then divide the buffer in any
       way.

@@ -3,12 +3,13 @@ loops are followed iteration by iteration.
 
 If all partners start a communication at the same op and iteration, the communication cannot block
 any rank. `hostir.analysis.collective_matching` matches such communications. If partners start a
-communication at different ops or iterations, `follow` follows each rank separately:
+communication at different ops or iterations, `follow` follows each rank separately. In this model,
+a rank stops at a communication until all partners have started it:
 
-- A collective, or a group of transfers, blocks a rank until all partners have started it, because
-  the later work of its stream waits for it.
-- A single transfer blocks its rank at once with NCCL, and so does a receive by peer copy. Any other
-  single transfer blocks its rank at the `Wait`.
+- at the op that starts it, for a collective or a group of transfers, because all later work of the
+  stream waits for the communication;
+- at the op that starts it, for a single transfer by NCCL, and for a receive by peer copy;
+- at its `Wait`, for any other single transfer.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ class Judge(Protocol):
 
 
 class Teams:
-    """The division of the ranks into the teams of a communication. A rank is represented by its
-    index in the list `ranks`.
+    """The division of a program's ranks into the teams of a communication.
 
-    `of` says how the mesh is divided. `members` [teams, size] has the ranks of each team. For each
-    rank, `team` is the number of the rank's team, and `position` is the rank's position in this
-    team. Both are -1 for a rank outside the mesh.
+    `of` says how the mesh is divided. A rank is represented by its index in `ranks`, the list of
+    the program's ranks. `members` [teams, size] has the ranks of each team. For each rank, `team`
+    is the number of its team, and `position` is its position in this team. Both are -1 for a rank
+    outside the mesh.
     """
 
     def __init__(self, of: TeamOf, ranks: Sequence[int]) -> None:
@@ -125,7 +126,8 @@ class Half:
       rank's peer.
     - `elements`: the number of elements; `part`: which elements of the whole tensor, None if
       unknown.
-    - `note`: data of the class that overrides `MatchingWalk.on_half`.
+    - `note`: an object that a subclass of `MatchingWalk` may store with the transfer, otherwise
+      None.
     """
 
     site: Site
@@ -415,8 +417,9 @@ class _Follower:
             yield mine <= theirs, Finding(PARTNER, f"{me} {verb} {peer}, {rest}", tuple(sites))
 
     def _count(self, i: int, k: int, kind: str) -> int:
-        """Returns how many transfers with rank `k` the program of rank `i` has: sends if `kind` is
-        "send", receives if `kind` is "recv"."""
+        """Returns the number of transfers with rank `k` in the program of rank `i`: its sends to
+        rank `k` if `kind` is "send", and its receives from rank `k` if `kind` is "recv".
+        """
         groups = (e for e in (self.todo[i] if i >= 0 else ()) if isinstance(e, TransferGroup))
         halves = (h for g in groups for h in g.halves if h.kind == kind and h.mask[i])
         return sum(int(h.to[i]) == k for h in halves)

@@ -107,8 +107,9 @@ class Extent(NamedTuple):
 class Region:
     """The elements of a whole tensor that take part in a communication, on each rank.
 
-    - `owners`: the tensors, each with an array of bools over ranks; None stands for all ranks.
-      There are several tensors if ranks communicate in different ops.
+    - `owners`: pairs of an array of bools over ranks and the tensor that these ranks communicate;
+      None instead of an array stands for all ranks. There are several pairs if ranks communicate in
+      different ops.
     - `whole`: the shape of the whole tensor; `extents`: the indices along each axis.
     - `order`: the axes in memory order, outermost first.
     - `by_rank`: whether the program selected the part by an index that depends on the rank.
@@ -246,14 +247,14 @@ def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
 
 @dataclass(frozen=True, slots=True)
 class ShardRegion(NamedRegion[PerRank, int]):
-    """The part of a tensor's shard that another tensor refers to, on all ranks at once. A shard is
-    the part of a tensor that one rank stores; the other tensor is, for example, a slice of it.
+    """The elements that a tensor, such as a slice, has of the shard of another tensor, its `owner`,
+    on all ranks at once. A shard is the part of a tensor that one rank stores.
 
-    - `owner`: the tensor whose shard is meant.
+    - `owner`: the tensor whose shard holds the elements, for example the sliced tensor.
     - `extents`: for each axis of the owner, the indices of the whole tensor; None if unknown.
-    - `axes`: for each axis of the other tensor, the same axis of the owner; None if a view op
-      created the axis.
-    - `shape`: the shape of the other tensor.
+    - `axes`: for each axis of the slice or other view, the same axis of the owner; None if a view
+      op created the axis.
+    - `shape`: the shape of the slice or other view.
     - `by_rank`: whether the program selected the part by an index that depends on the rank.
     """
 
@@ -391,9 +392,9 @@ class Shapes:
         return Region(owners, whole, extents, order, shard.by_rank) if known else None
 
     def _frame(self, tv: TensorView, without: int | None) -> tuple[tuple[int, ...], ...]:
-        """Returns three tuples about a tensor, which are equal for all its slices: the sizes of the
-        axes before the tensor is divided among ranks, the numbers of these axes, and their memory
-        order.
+        """Returns facts about a tensor's axes that every slice of the tensor needs, so that they
+        are computed once. They are three tuples: the sizes of the axes before the tensor is divided
+        among ranks, the numbers of these axes, and their memory order.
 
         Expanded axes and the axis number `without` are left out. The memory order has positions in
         the tuple of the remaining axes, outermost first.

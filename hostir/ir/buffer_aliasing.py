@@ -29,8 +29,7 @@ from multidevice.sharding.streams import is_allocated_per_step
 def _unread(
     program: HostIrContainer, ops: Iterable[Op], shared: Container[TensorView]
 ) -> frozenset[TensorView]:
-    """Returns the results that need not be computed, for ops with several results of which some are
-    not used.
+    """Returns the unused results of ops that have several results. They need not be computed.
 
     Such a result is read by no op and is not an output of `program`. `ops` are all ops of the
     program. Results in `shared` share a buffer with another tensor. They are never returned,

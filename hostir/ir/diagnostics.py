@@ -76,10 +76,11 @@ class Finding:
 
     @property
     def remedy(self) -> tuple[str, ...]:
-        """The missing wait that would repair the fault, as texts without line numbers. () if no
-        wait would repair the fault.
+        """The wait that is missing, as a pair such as ("Stream 1 must wait for Stream 0",
+        "Synchronize(Stream 0) is missing"). () if no wait would repair the fault.
 
-        One wait repairs all findings that have equal remedies.
+        The texts have no line numbers, because one wait repairs all findings that have equal
+        remedies.
         """
         who, before, rest = self.fix.partition(" before ")
         return (who, rest.partition(": ")[2]) if before and "must wait for" in who else ()

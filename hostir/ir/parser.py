@@ -266,8 +266,8 @@ def read_program(path: str, *, number: int | None = None) -> HostIrContainer:
     """Returns the host program in the file at `path`. The path `-` means the standard input.
 
     The file may also contain other lines, such as the output of a job, around the programs. If the
-    file has several programs, `number` selects one, counted from 0. If all of them have the same
-    text, `number` may be None: the compiler can print one program for each of several kinds of
+    file has several programs, `number` selects one, counted from 0. `number` may be None if all of
+    them have the same text, as when the compiler has printed the same program for several kinds of
     inputs. Line numbers in errors are those of the file.
 
     Raises:

@@ -80,8 +80,8 @@ class HostIrContainer:
 
     @property
     def outputs(self) -> list[TensorView]:
-        """All outputs of the program, in the order of the calls of `add_output`. An output that
-        only updates an input in place, so that the user does not get it, is included.
+        """All outputs of the program, in the order of the calls of `add_output`. This includes
+        outputs that only update an input in place, which a run does not return.
         """
         return self.values.outputs
 
@@ -166,10 +166,11 @@ class HostIrContainer:
         """Returns the program as text for reading: one line per op, with tensors shown by their
         number only.
 
-        The text cannot be parsed back. Example:
+        The text cannot be parsed back. For example, this op is one line, `T5 = HirAliasSelect( T3,
+        .. )`, in place of two lines of the short text:
 
-        `T5_l_float[iS18{2}]\\n   = HirAliasSelect( T3_g_float[iS12{4}], .. )` -> `T5 =
-        HirAliasSelect( T3, .. )`
+            T5_l_float[iS18{2}]
+               = HirAliasSelect( T3_g_float[iS12{4}], .. )
         """
         return printer.names_text(self)
 

@@ -157,12 +157,12 @@ def check_kept_axes(
     *,
     cut: int | None = None,
 ) -> None:
-    """Raises `VerifyError` unless `out` has the same axes as `source`, apart from the axis of
-    `source` at position `gone`, which `out` must lack.
+    """Raises `VerifyError` unless `out` has all axes of `source`, except the axis at position
+    `gone`. If `gone` is None, no axis may be missing.
 
-    If `gone` is None, `out` must have all axes. Sizes and the splits over devices are compared.
-    Only the axis of `out` at position `cut` may be split over other devices than in `source`,
-    because the op changes this split. `values` binds the symbols in extents.
+    Sizes and the splits over devices are compared. `cut` is the position of the axis of `out` whose
+    split the op changes, if there is one; its split is not compared. `values` binds the symbols in
+    extents.
     """
     kept = [axis for axis in _axes(source) if gone is None or axis[1] != gone]
     if len(kept) != out.ndim:
@@ -181,9 +181,10 @@ def _axes(tv: TensorView) -> list[_Axis]:
 def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
     """Yields groups of axes of a tensor op: all axes of one group must have the same size.
 
-    In each group, the axes of operands come first and the axis of the result comes last. For a sum
-    over products, one group has the summed axes of the operands only. Raises `VerifyError` if an
-    operand and the result differ in the number of dimensions.
+    A group has one axis of the result, and before it the axes of the operands to which this axis
+    corresponds. A product over which the op sums, such as a matmul, also has a group of the axes
+    that it sums, without an axis of the result. Raises `VerifyError` if an operand and the result
+    differ in the number of dimensions.
     """
     out = op.out_tensor
     roots = out.domain.maybe_root

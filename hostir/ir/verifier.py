@@ -158,8 +158,9 @@ class _InFlight:
 
 @dataclass
 class _Steps:
-    """The state in which an iteration of a loop may begin: the buffers and communications of
-    earlier iterations that may exist then. The ops of the loop body are checked against this state.
+    """The state in which any iteration of a loop may begin, also after earlier iterations: the
+    buffers and communications that these may have left. The ops of the loop body are checked
+    against this state.
     """
 
     # The tensors that the loop allocates, and the views that the loop makes.
@@ -303,8 +304,8 @@ class _Checker:
                 raise VerifyError(words(op, a, b, is_read=is_read))
 
     def _views(self, tv: TensorView) -> list[TensorView]:
-        """Returns the views that permute axes, among all views through which `tv` refers to its
-        buffer.
+        """Returns those views through which `tv` refers to its buffer that permute axes. (`tv` may
+        be a view of a view, and so on.)
 
         If two tensors in one buffer have equal lists, elements with the same index have the same
         address. An op may then compute one tensor in place of the other.

@@ -59,8 +59,8 @@ Work = Mapping[TensorView, int]
 
 
 class ProgramAround(Protocol):
-    """The facts about a whole host program that an op needs to check whether it fits the program.
-    `HostOp.verify_in` receives these facts.
+    """The facts about a whole host program by which `HostOp.verify_in` checks whether an op fits
+    the program.
     """
 
     @property
@@ -400,8 +400,9 @@ class HostOp(Op):
         """The data that the op's communication moves between ranks; None for an op that starts no
         communication.
 
-        By default, ranks send the tensor that the effects read and receive the tensor that the
-        effects write. The team of ranks is also taken from the effects.
+        By default, this follows from the op's effects. A rank sends the tensor that the op reads,
+        and receives the tensor that the op writes. The team is that of the ranks that read or
+        write.
         """
         effects = self.effects()
         if not any(isinstance(e, Starts) for e in effects):
@@ -416,8 +417,9 @@ class HostOp(Op):
 
     @property
     def moved(self) -> tuple[TensorView, TensorView] | None:
-        """The pair (operand, result) of an op that copies the operand's values to other ranks or
-        places; None for any other op. Also None for a send or a receive, which has only one tensor.
+        """The pair (operand, result) of an op that copies values of one tensor to another tensor,
+        on the same rank or on other ranks. None for any other op, and for a send or a receive,
+        which has only one tensor.
 
         By default, only an op that starts a communication has such a pair.
         """
@@ -547,8 +549,8 @@ def _fields(cls: type[Op]) -> tuple[tuple[str, str, Any, set[type[object]]], ...
     """Returns (name, kind, type, accepted classes) for each field of the op class `cls`. The kind
     is the role of the field, such as "operand", "result" or "attr".
 
-    The set of accepted classes saves time. `complete_fields` adds a class to the set when a value
-    of that class has passed the check.
+    The accepted classes are a set, empty at first. When a value of a new class has passed the check
+    of `complete_fields`, its class is added, so that later values of this class need no check.
     """
     return tuple(
         (f.name, f.metadata["kind"], _hint(cls.__module__, f.type), set[type[object]]())

@@ -227,9 +227,9 @@ class PostOnStream(HostOp):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """Returns `freely`: an operand and a result of a `PostOnStream` may share one buffer in any
-        way, because the host unit (a separately compiled fusion) computes all results before
-        it writes any of them.
+        """The way in which an operand and a result of a `PostOnStream` may share one buffer:
+        `freely`. The host unit (a separately compiled fusion) computes all results before it writes
+        any of them.
         """
         return "freely"
 
@@ -282,8 +282,8 @@ def _kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = 
     """Returns the properties in which an operand of a launch must agree with the kernel's parameter
     `value`: dtype, extents and mesh.
 
-    `like` is the operand that the launch passes. If `like` is a slice of one element along some
-    axes, it lacks these axes, and their extents are left out.
+    `like` is the operand. It may be a slice of one element along some axes, which then lacks these
+    axes. The extents of these axes are left out of the result.
     """
     if isinstance(value, TensorView):
         shape = list(map(str, value.shape()))

@@ -116,9 +116,9 @@ class StartsCommunication(HostOp):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """Returns `never`: an operand and a result may not share one buffer, because a
-        communication may write the result while it still reads the operand. `Communication` has its
-        own rule for each type of collective.
+        """The way in which an operand and a result of a communication may share one buffer:
+        `never`, because a communication may write the result while it still reads the operand.
+        `Communication` has its own rule for each type of collective.
         """
         return "never"
 
@@ -167,10 +167,10 @@ class Communication(StartsCommunication):
     """Starts a collective, such as an allgather, among the ranks of a team. Each rank contributes
     its shard of `inp`, the part that it stores, and receives its shard of `out`.
 
-    `type` names the collective. `root` is a position in the team. `red_op` is the reduction of a
-    collective that reduces. `backend` CUDA means that the members copy out of each other's memory.
-    Any other `backend` records the library for which the program was made: a run uses the library
-    of its device.
+    `type` names the collective. `root` is a position in the team. `red_op` is the operation by
+    which a collective reduces, such as a sum. If `backend` is CUDA, the members copy out of each
+    other's memory. Any other `backend` is only a note of the library for which the program was
+    made, because a run uses the library of its device.
     """
 
     inp: TensorView = operand()
