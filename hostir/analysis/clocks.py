@@ -123,10 +123,13 @@ class Lifetime(NamedTuple):
 
 
 class StreamOrder:
-    """Tracks the order of work on the streams, while a run is recorded for repetition by later
-    runs. Each stream has a vector clock: how many ops of each stream have certainly ended before
-    the stream's next op. The recorder calls `follow` for each op in the order in which the host
-    issues the ops."""
+    """Tracks the order of work on the streams, while a run is recorded so that later runs can
+    repeat it.
+
+    Each stream has a vector clock: how many ops of each stream have certainly ended before the
+    stream's next op. `hostir.runtime.recorder` calls `follow` for each op in the order in which the
+    host issues the ops.
+    """
 
     def __init__(self, number: Callable[[Scalar], Hashable]) -> None:
         """Begins with the caller's stream as the current and only stream. `number` evaluates the
@@ -168,8 +171,8 @@ class StreamOrder:
 
         This is so if the buffer is allocated after the work that the caller put on its stream
         before the run, and deallocated before the caller's work after the run. Returns False if no
-        wait ensures one of these. The recorder calls this method after the last op of the run,
-        because the order of all work is known only then.
+        wait ensures one of these. Call this method after the last op of the run, because the order
+        of all work is known only then.
         """
         stream, tick = lifetime.end
         return ENTRY in lifetime.begin and self.clocks.of[ENTRY].get(stream, 0) >= tick

@@ -148,14 +148,16 @@ class LoopContext:
         y [istream, istream1{4}, i1]    FOR streamIdx from 0 to i0 * 4; the indices of a step along
                                         the two stream axes are streamIdx // 4 and streamIdx % 4
 
-    A step is an iteration. A stream axis is divided over the iterations.
+    A step is an iteration. A stream axis (`istream`) is divided over the iterations:
+    `istream{3}(i0)` is axis i0 in 3 blocks, one per iteration. `iDIDx{2}` is an axis that is
+    divided over 2 devices.
 
     - `index`: the symbol of the loop's index.
     - `count`: the number of iterations.
     - `axis`: the tensor axis that the loop runs over; None if the loop counts to `count`.
     - `step`: the number from which each device computes its partners in the transfers of an
-      iteration. It is the index; but index + 1 in a loop that only exchanges blocks between
-      devices. A device's own block, which needs no transfer, is then last.
+      iteration. Usually it is the index. In a loop in which devices only exchange blocks it is the
+      index + 1: a device's own block, which needs no transfer, is then last.
     - `block`: the number of the block that the iteration computes.
     - `begins_at_rank`: whether each device begins with its own block.
     - `digits`: for each stream axis, (number of its parts, number of successive iterations with the
@@ -340,9 +342,10 @@ class OperandSlicer:
                  step:    T3 = ShardByStream( T1, stream_index=i3 )
             or   step:    T1 = ALLOCATE(.., stream_index=i3)     if only this loop reads it
 
-    A stream axis (`istream`) is divided over the iterations. If it is a whole axis of the tensor
-    and not a part of a split axis, an iteration uses one element, and the view lacks this axis
-    (`HirAliasSelect`). An iteration makes only one view of each part.
+    `before` are ops before the loop, and `step` ops of an iteration; i3 is the loop's index. A
+    stream axis (`istream`) is divided over the iterations: `istream{3}(i0)` is axis i0 in 3 blocks.
+    A stream axis may also be a whole axis of the tensor. An iteration then uses one element of it,
+    and the view lacks the axis (`HirAliasSelect`). An iteration makes only one view of each part.
     """
 
     def __init__(self, program: LoweringState, loop: LoopContext, body: LoopBody) -> None:
@@ -421,8 +424,8 @@ class OperandSlicer:
         its result lacks the axis, and the operand must also lack the axis.
 
         `index` is the number of the operand. `found` is the tensor that the iteration reads for it:
-        the whole operand, or its part for this iteration. The view ops are added to the loop's
-        iteration. Axes of the stream types in `keep` are not removed.
+        the whole operand, or its part for this iteration. The view ops are added to the body of the
+        loop. Axes of the stream types in `keep` are not removed.
         """
         operand = op.inputs[index]
         is_part = found.ndim < operand.ndim
@@ -470,9 +473,11 @@ class OperandSlicer:
 
     def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
         """Returns a view of the part of `source` that the current iteration of the stream loop (its
-        iterations run on different streams) uses. `source` is a tensor of the host program with the
-        elements of `tv`, a tensor of the fusion. The stream axes of `tv` say how its elements are
-        divided into parts.
+        iterations run on different streams) uses.
+
+        `source` is the tensor of the host program that stores the values of `tv`, a tensor of the
+        fusion. The stream axes of `tv`, which are divided over the iterations, say which part each
+        iteration uses.
         """
         return self.part_at(tv, source, self._loop.block_of(tv))
 

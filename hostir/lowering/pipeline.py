@@ -9,9 +9,11 @@
     lower        segments, loops              a host program                      host_ir_lowering
     complete     the program                  the program, with deallocations     host_ir_lowering
 
+The last column is the value of `FUSER_DUMP` that prints the text after the stage; `..` stands for
+`fusion_`. The fusion and the program are verified after every pass.
+
 `build_program` runs all stages. `lower_sharded` runs only the stages `segment`, `lower` and
 `complete`. The cost model's search for overlap calls `lower_sharded` for parts of a sharded fusion.
-The fusion and the program are verified after every pass.
 """
 
 from __future__ import annotations
@@ -259,9 +261,11 @@ def _segment(
 def lower_streams(
     program: HostIrContainer, *, params: LowerParams = STANDALONE, backend_name: str = "NCCL"
 ) -> HostIrContainer:
-    """Returns a host program with loops over streams, whose iterations run on different streams. A
-    tensor of `program` that has a stream axis is computed in such a loop, one block along this axis
-    per iteration. The communications of these tensors are part of the loops.
+    """Returns a host program with loops over streams, whose iterations run on different streams.
+
+    An axis of the parallel type stream is divided over the iterations of such a loop. A tensor of
+    `program` that has such an axis is computed in a loop, one block along this axis per iteration.
+    The communications of these tensors are part of the loops.
 
     Before the call, the program has only tensor ops, and the tensors have their final meshes and
     parallel types. The returned program equals that of nvFuser's `MultiDeviceExecutor`, and

@@ -172,13 +172,13 @@ def _has_device_parts(domain: TensorDomain) -> bool:
 
 
 def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
-    """Returns `domain` (the axes of a tensor) without the axis whose number (id) is `gone`, for the
-    view that one loop iteration uses. Returns None if no axis of the domain counts partial sums
-    over devices. The caller then copies the other axes itself.
+    """Returns `domain` (the axes of a tensor) without the axis with the number `gone`, for the view
+    that one loop iteration uses.
 
-    With partial sums, the split of a reduced axis is part of the domain, and must remain
-    consistent. Example, in which the stream axis (an axis divided over the iterations of a loop) is
-    removed:
+    Returns None unless the tensor has partial sums: an axis of a summed dimension with one sum per
+    device. Without partial sums, the caller can simply copy the other axes. With partial sums, the
+    domain also has the split of the summed dimension, which must fit the remaining axes. In the
+    example, the stream axis (an axis divided over the iterations of a loop) is removed:
 
         root [M, rK], logical [M, istream{s}rf, iDIDx{d}rf, r]
         -> root [M, r], logical [M, iDIDx, r]

@@ -2,9 +2,9 @@
 one loop of the host program. The iterations of the loop run on different streams, and an iteration
 is also called a step.
 
-A stream axis, which is divided over the iterations, may be a logical axis, or the outer part of a
-split. The structure of the loop is the same for both, apart from the place where the first stream
-waits for the others:
+A stream axis is divided over the iterations. It may be a logical axis, or the outer part of a
+split. The loop is the same for both, except where the stream S0, on which the loop begins, waits
+for the others:
 
     logical axis: FOR streamIdx in istreamIdx2{8}:
                     SetCurrentStream(Stream (streamIdx % numberOfStreams)), Synchronize(Stream S0)
@@ -23,7 +23,8 @@ waits for the others:
 If a step waited for S0 in the same loop in which S0 waits for the steps, each step would wait for
 the previous step. Therefore either the waits for S0 or the waits of S0 are in a separate loop.
 
-The communication of a step is one of these:
+The communication of a step is one of the following. In the last three rows, an axis that was
+divided over devices is then divided over steps, or the other way round:
 
     collective   all devices of a team share every step's block
     broadcast, ring, permutation
@@ -134,6 +135,11 @@ class RingEmitter:
            IF Manual (to == rank):  T2 = Set( T0 )
            ELSE:  StartCoalescing; recv T2 from `source`; send T0 to `to`; EndCoalescing 2; Wait 2
 
+    Before, the devices of the mesh dimension DIDx have one block each of axis i0 of T0. In the loop
+    with index i3, each device gets all blocks, one per iteration. `to` and `source` are the two
+    partners in the iteration. `IF Manual` is a branch: a device's own block is copied, others are
+    transferred.
+
     In a peer copy, the receiver copies directly out of the sender's memory. With peer copies, such
     a matmul uses this rank's own block where the block is, without a copy:
 
@@ -153,9 +159,9 @@ class RingEmitter:
     def receive_from_owner(
         self, op: nodes.Reshard, inp: TensorView, out: TensorView, team: TeamOf
     ) -> None:
-        """Adds to the iteration of a stream loop a transfer that receives the iteration's block
-        from the device that stores the block. In the same iteration, this rank sends its own block
-        to the device that needs this block.
+        """Adds a transfer to the body of a stream loop: this rank receives the block that the
+        iteration needs, from the device that stores it. In the same iteration, this rank sends its
+        own block to the device that needs this block.
 
         `op` is the reshard (change of sharding) that is lowered. `inp` is this rank's own block,
         `out` is the memory for the received block, and `team` are the devices. In the iteration
@@ -180,7 +186,7 @@ class RingEmitter:
         )
 
     def exchange(self, op: nodes.Reshard) -> None:
-        """Adds an exchange to the iteration of a stream loop: this rank sends the result of the
+        """Adds an exchange to the body of a stream loop: this rank sends the result of the
         iteration to the device that needs it, and receives a block that this rank needs. `op` is
         the reshard (change of sharding) that is lowered.
 
@@ -269,8 +275,8 @@ class RingEmitter:
 
     # -------------------------------------------------------------- matmuls beside a ring
     def product(self, op: TensorOp, step: TensorOp) -> None:
-        """Adds a library op, such as a matmul, to the iteration of a stream loop (its iterations
-        run on different streams). `step` is `op` with the operands and results of one iteration.
+        """Adds a library op, such as a matmul, to the body of a stream loop (its iterations run on
+        different streams). `step` is `op` with the operands and results of one iteration.
 
         An operand or the result of `op` may be a block that devices transfer to each other. This
         rank's own block is then read, or written, directly where this rank stores it, without a
@@ -358,11 +364,14 @@ class CollectiveEmitter:
     """Lowers the communications of one stream loop. Each iteration communicates one block of a
     tensor, on one of several streams.
 
-    An allgather:
+    An example is an allgather:
 
         T3 [istream{3}(i0), i1] = Reshard( T2 [istream{3}(i0), iDIDx{2}(i1)] )
         -> T3 = ALLOCATE(.., stream_index=i3)
            Communication 0 (type=Allgather, input=T2, output=T3); Wait(Communication 0)
+
+    The stream loop with the index i3 divides axis i0 into 3 blocks (`istream{3}(i0)`). Axis i1 of
+    T2 is divided over 2 devices (`iDIDx{2}(i1)`), and each iteration gathers it for one block.
     """
 
     def __init__(

@@ -74,8 +74,8 @@ class OpNotes:
         self._moved: dict[int, tuple[str, ...]] = {}
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Adds `op` to `ops`, once for each step (part of the op's work) that the recorder has
-        recorded for it. The recorder calls this method after each op; see `Listener.on_kept`.
+        """Adds `op` to `ops`, once for each of `steps`, the parts of the op's work that have been
+        recorded for later runs. `Recorder` calls this method after each op; see `Listener.on_kept`.
         """
         if isinstance(op, StartCoalescing):
             self._halves_of = []

@@ -236,8 +236,9 @@ def nbytes_of(value: object) -> int:
 
 
 class SizeNotes:
-    """Collects the op of each recorded step, and the bytes that the op reads and writes, while a
-    recorder records the steps of a run. The profiler needs both for its report."""
+    """Collects data for the profiler's report while a run is recorded: the op of each recorded
+    step, and the bytes that each op reads and writes. A step is a part of an op's work.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._ops = OpNotes(recorder)
@@ -260,9 +261,11 @@ class SizeNotes:
         return self._ops.ops
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Records the bytes that `op` reads and writes. The recorder calls this method directly
-        after the op has run, with the recorded `steps` of the op, because the tensors may no longer
-        exist at the end of the run.
+        """Records the bytes that `op` reads and writes. `steps` are the parts of the op's work that
+        have been recorded for later runs.
+
+        `Recorder` calls this method directly after the op has run, because the tensors may no
+        longer exist at the end of the run.
         """
         self._recorded += len(steps)
         if isinstance(op, StartCoalescing):

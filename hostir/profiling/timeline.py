@@ -91,7 +91,8 @@ class RankTrace:
     - `runs`: the times of the traced runs; `slices`: the timeline of the last traced run.
     - `began`: the begin of the last run, by the clock of the program's first rank.
     - `plain`: (wall, host) seconds of runs of the same recorded steps without timers.
-    - `usual`: (wall, host) seconds of ordinary runs, by the CUDA graphs that `graphs` describes.
+    - `usual`: (wall, host) seconds of ordinary runs, which may use CUDA graphs; `graphs`: lines of
+      text about these graphs, or the reasons why there are none.
     - `skew_s`: an upper bound, in seconds, on how far the device's clock differs from the host's.
     - `doubts`: remarks about uncertain measurements.
     """
@@ -183,23 +184,22 @@ class Trace:
     run.
 
     `FusionDefinition.trace` and `HostIrEvaluator.trace` return a trace on each rank of the program.
-    `run` is the index of the run of median length, by the slowest rank. All sums are of this one
-    run, so that compute, exposed and idle time add up to the wall time. On each rank, and for each
-    run:
+    All sums are of one run, so that compute, exposed and idle time add up to the wall time. It is
+    the run of median length, where the length of a run is that of its slowest rank; `run` is its
+    index. On each rank, and for each run:
 
-    wall            from before the first op until the device is done, by the host's clock. Earlier
-                    work (checks of inputs, the ranks' agreement) does not count.
-    host            the part of `wall` until the host had issued the last op
-    compute         the time in which at least one stream computes: kernels, library calls, copies,
-                    fills
-    communication   the time in which at least one stream communicates. On CUDA: while a kernel or a
-                    copy of a communication runs, including waits within it; a stream that waits for
-                    a flag or an event is idle. With CUDA events: from before to after the
-                    communication on its stream. On the CPU: while the host is in the communication
-                    or in its Wait.
-    exposed         the time with communication and without computation
-    idle            the time with neither, including the time before the first and after the last
-                    kernel, copy or communication
+    - `wall`: from before the first op until the device is done, by the host's clock. Earlier work
+      (checks of inputs, the ranks' agreement) does not count.
+    - `host`: the part of `wall` until the host had issued the last op.
+    - `compute`: the time in which at least one stream computes: kernels, library calls, copies,
+      fills.
+    - `communication`: the time in which at least one stream communicates. On CUDA: while a kernel
+      or a copy of a communication runs, including waits within it; a stream that waits for a flag
+      or an event is idle. With CUDA events: from before to after the communication on its stream.
+      On the CPU: while the host is in the communication or in its `Wait`.
+    - `exposed`: the time with communication and without computation.
+    - `idle`: the time with neither, including the time before the first and after the last kernel,
+      copy or communication.
 
     Therefore `wall = compute + exposed + idle`, exactly. `exposed_communication_ms`, `idle_ms`,
     `host_ms` and `wall_ms` are those of the slowest rank.

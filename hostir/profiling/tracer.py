@@ -244,8 +244,8 @@ def watched_as_agreed(
     inputs: Sequence[Argument],
     asked: object,
 ) -> T:
-    """Takes a trace or a profile on all ranks, after the ranks have compared what they are about to
-    run and found it equal.
+    """Takes a trace or a profile on all ranks. The caller ensures that the ranks have compared what
+    they are about to run, and found it equal.
 
     `take` is `take_trace` or `take_profile`, and `asked` is its last argument. Raises
     `UnsupportedError` if the evaluator has a `late_stream`, which delays work on purpose.
@@ -265,8 +265,9 @@ def recorded(
     """Runs the program once, op by op, and records the steps as a plan, which can be repeated.
     Returns (result of `listen`, plan).
 
-    `listen` makes an object that the recorder notifies of each recorded step. The plan is not added
-    to the evaluator's cache of plans, because a trace wraps its steps.
+    `listen` is a function that makes an object, for example an `OpNotes`. The object is told the
+    recorded steps of each op. The plan is not added to the evaluator's cache of plans, because a
+    trace wraps its steps.
     """
     evaluator.begin_run()
     with torch.no_grad():
@@ -298,8 +299,8 @@ class Runs(Generic[N]):
     values, so that runs can be compared.
 
     Runs update copies of the inputs. Before each run, the copies get their initial values, and
-    torch's random generator gets its initial state. `listen` makes `notes`, the data about the
-    recorded steps.
+    torch's random generator gets its initial state. `listen` is a function that makes `notes`, the
+    object that collects data about the recorded steps.
     """
 
     def __init__(

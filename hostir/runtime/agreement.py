@@ -82,11 +82,10 @@ class RankAgreement:
         return program_run_signature(self._program, (self._how, *also), inputs, values, self._free)
 
     def numbers(self, inputs: Sequence[Argument]) -> tuple[Argument, ...]:
-        """Returns the scalar inputs that are not part of the run signature, the description of a
-        run that ranks compare.
+        """Returns those scalar inputs whose values are not part of the run signature (the
+        description of a run that ranks compare), because they may change from run to run.
 
-        The ranks compare these values separately in each run, because these values may change from
-        run to run while the program and its recorded steps stay the same.
+        The ranks compare these values separately in each run.
         """
         return tuple(inputs[i] for i in sorted(self._free))
 

@@ -194,9 +194,9 @@ def transfer(
 ) -> protocol.Transfer:
     """Returns the description of the send or receive `op`, which `exchange` takes.
 
-    `tensor` is this rank's buffer and `peer` the other rank. `order` is how many sends, or how many
-    receives, with this peer precede this one in the program. It is only needed in a test mode, in
-    which transfers start in another order than in the program, and is otherwise None.
+    `tensor` is this rank's buffer and `peer` the other rank. `order` numbers the sends to this
+    peer, or the receives from it, in the order of the program, from 0. It is only needed in a test
+    mode, in which transfers start in another order than in the program, and is otherwise None.
     """
     return protocol.Transfer(op.type, flat(op, op.buffer, tensor, op.orders[0]), peer, order)
 

@@ -124,11 +124,11 @@ class CaptureBinding(Binding):
         return self.stream if stream is None else self.maker.stand_in(stream)
 
     def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
-        """Records that slot `out` is a view of slot `source`, shifted by `nbytes` bytes. Slots are
-        positions in the list of a run's values.
+        """Records that slot `out` is a view of slot `source`, which begins `nbytes` bytes after it.
+        Slots are positions in the list of a run's values.
 
-        Returns a function that makes the view in a run. A call of the function is not recorded as a
-        read of the source, because a view alone puts no address into the graph.
+        Returns a function that makes the view in a run, by a call of `view`. The call is not
+        recorded as a read of the source, because a view alone puts no address into the graph.
         """
         self.origins[out] = source, nbytes
         self.views[out] = view
@@ -685,10 +685,11 @@ class Replays:
         """Returns the CUDA graph to use for tensors at the addresses `places`: the graph `captured`
         or a copy of it.
 
-        Copies save the replacement of addresses if tensors alternate between a few addresses. A
-        copy that already has these addresses is returned as it is. A new copy is made if tensors
-        have moved often and there are few copies. In all other cases, `captured` is returned, and
-        the caller replaces the addresses in it.
+        If tensors alternate between a few addresses, it is faster to have a copy of the graph for
+        each of them than to replace the addresses before each launch. A copy that already has these
+        addresses is returned as it is. A new copy is made if tensors have moved often and there are
+        few copies. In all other cases, `captured` is returned, and the caller replaces the
+        addresses in it.
         """
         for twin in captured.twins:
             if twin.places == places:

@@ -548,8 +548,8 @@ class ProgramEvaluator:
     def walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
         """Runs the program op by op and returns the outputs. `frame` has the inputs of the run.
 
-        If a `recorder` is passed, it also records the steps of the ops, for later runs that repeat
-        them.
+        If `recorder` is given, each op's steps are also recorded in it, so that later runs can
+        repeat them.
         """
         if not frame.machine.streams.holds_work_back:
             return self._walk_streams(frame, recorder)

@@ -159,11 +159,8 @@ MakeGeneric = Callable[[], GenericStep | None]
 
 
 def for_all_sizes(step: Step | Closure) -> MakeGeneric:
-    """Returns the argument `generic` of `Receiver.enqueue` for a step that does not depend on
-    sizes.
-
-    `generic` says how to make a recorded step for inputs of other sizes. The returned function says
-    that `step` itself serves for all sizes.
+    """Returns the function `generic` (see `Receiver.enqueue`) for a recorded step that does not
+    depend on the sizes of inputs. Plans for other sizes then use `step` itself.
     """
     return lambda: ((), lambda sizes: step)
 
@@ -247,10 +244,10 @@ class Receiver(Protocol):
         ...
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Takes the information that torch may return the results of `op` as new tensors, although
-        the program allocates buffers for them.
+        """Tells this object that torch may return the results of `op` as new tensors, although the
+        program allocates buffers for them.
 
-        Later runs, which repeat recorded steps, may then use these tensors and not allocate the
+        If this object records the run, later runs may then use these tensors and not allocate the
         buffers.
         """
         ...
@@ -258,13 +255,14 @@ class Receiver(Protocol):
     def backend(self, name: str, op: Op, what: str) -> Backend:
         """Returns the backend that carries out the communication `op`, such as NCCL or gloo.
 
-        `name` is the backend's name. `what` is the kind of communication, such as "Allreduce"; a
-        recorder needs it to decide whether CUDA graphs can contain the communication.
+        `name` is the backend's name. `what` is the kind of communication, such as "Allreduce"; an
+        object that records the run needs it to decide whether CUDA graphs can contain the
+        communication.
         """
         ...
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Takes the information that no CUDA graph can repeat this run. `why` is the reason, for a
+        """Tells this object that no CUDA graph can repeat this run. `why` is the reason, for a
         report.
         """
         ...
@@ -393,7 +391,7 @@ class Execution:
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
         """Returns the shape of this rank's shard of `tv` (the part that it stores), for the sizes
-        of the present inputs. `slot` is not needed.
+        of the present inputs. `slot` is ignored.
         """
         return self.frame.local_shape(tv)
 
@@ -407,9 +405,10 @@ class Execution:
     def number(self, x: Scalar) -> Number:
         """Returns the value of the scalar `x` for the present inputs and loop indices.
 
-        The value is read once, when the current op makes its steps, and the recorded steps are only
-        repeated for this value. Raises `DefinitionError` if the class of the op declares
-        `HAS_CONTROL_SCALARS = False`: that no scalar decides what the op does.
+        The value is read once, when the current op makes its steps. The recorded steps are repeated
+        only in runs with the same value. Raises `DefinitionError` if the class of the op has
+        declared the opposite by `HAS_CONTROL_SCALARS = False`: that no scalar decides what the op
+        does.
         """
         op = self.frame.op
         if isinstance(op, HostOp) and not op.HAS_CONTROL_SCALARS:
@@ -1108,8 +1107,8 @@ class Execution:
             self._receiver.run_now(lambda slots: enter(slots[captured]))
 
     def capture(self, stream: Stream) -> None:
-        """Stores the current stream under the name that `stream` contains, so that later ops of the
-        run can return to it or wait for it.
+        """Stores the current stream under a name, which `stream` has, such as `S0`. Later ops of
+        the run can return to the stream by this name, or wait for it.
         """
         current, i = self.machine.streams.current, self.slot(("stream", stream.name))
         self._captured[stream.name] = self.stream
@@ -1253,8 +1252,8 @@ class Immediate:
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
         """Stores the tensors `found`, which torch has computed, as the outputs of `op`.
 
-        If streams delay work (a test mode), `found` only shows the shapes. The stream then computes
-        the values again, into new tensors, when the stream runs.
+        If streams delay work (a test mode), only the shapes of `found` are used. The values are
+        computed again, into new tensors, when the current stream does this part of its work.
         """
         execution, frame = self._execution, self._frame
         if self._holds_work_back and not all(_shares(r, op, frame) for r in found):
@@ -1271,9 +1270,9 @@ class Immediate:
             self._slots[execution.new_slot(out)] = frame.tensors[out] = value
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Does nothing, because this object records no steps for later runs. A recorder would note
-        that torch may return the results of `op` as new tensors, so that later runs need no buffers
-        for them.
+        """Does nothing, because this object records no steps for later runs. The other class,
+        `Recorder`, notes that torch may return the results of `op` as new tensors, so that later
+        runs need no buffers for them.
         """
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
@@ -1281,8 +1280,8 @@ class Immediate:
         return self._machine.backend(name)
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Does nothing, because this object records no steps that a CUDA graph could repeat. A
-        recorder would note that no CUDA graph can repeat the run, with the reason `why`.
+        """Does nothing, because this object records no steps that a CUDA graph could repeat. The
+        other class, `Recorder`, notes that no CUDA graph can repeat the run, with the reason `why`.
         """
 
 

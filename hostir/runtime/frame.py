@@ -137,11 +137,12 @@ class Frame:
         return self.machine.rank
 
     def symmetric(self, tv: TensorView) -> Callable[[int], torch.Tensor]:
-        """Returns a function (bytes -> memory) that allocates memory for `tv`.
+        """Returns a function (bytes -> memory) that allocates memory for `tv`. Other ranks can map
+        the memory into their processes, to read the tensor.
 
-        Other ranks can map the memory into their processes, to read the tensor. There are three
-        such functions: for memory that one run needs, for memory of all runs that repeat a recorded
-        one, and for a part of a tensor that each rank maps as a whole.
+        In an ordinary run, the memory is cached, so that the next runs can use it. In a run that is
+        being recorded, it is not cached, because such a run happens only once. A shard (part) of a
+        tensor that each rank maps as a whole has memory of a third kind.
         """
         if tv in self.storage.shown:
             return self.machine.shard
@@ -215,11 +216,10 @@ class Frame:
 
     def stream(self, stream: Stream) -> Handle:
         """Returns the handle in this run for `stream`, a stream of the program with a number or a
-        name.
+        name. The handle is a CUDA stream, or a name on the CPU.
 
-        The handle is a CUDA stream, or a name on the CPU. The caller does not pass a name that the
-        program has given to its current stream by a `GetCurrentStream` op, but looks up such a name
-        among the run's values.
+        Not for a name that the program has given to a stream by a `GetCurrentStream` op: the caller
+        looks up such a name among the run's values.
         """
         if stream.index is None:
             return self.machine.streams.handle(stream.name)

@@ -373,11 +373,11 @@ def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
 
 
 class IsOver(Protocol):
-    """An interface for the lifetimes of buffers: says, for one new buffer, which earlier buffers
-    are no longer used when the new buffer is allocated. The new buffer can then have their bytes.
+    """An interface that says which earlier buffers are no longer used when one new buffer is
+    allocated. The new buffer can then have their bytes.
 
-    The index is the number of an earlier buffer in order of allocation. A list of bools has this
-    interface, too.
+    It is indexed by the number of an earlier buffer, in order of allocation. A list of bools has
+    this interface, too.
     """
 
     def __getitem__(self, owner: int, /) -> bool:

@@ -174,8 +174,8 @@ class PlanCache:
         return None if generic_plan is None else generic_plan.plan_for(frame)
 
     def keep_generic_plan(self, device: torch.device, generic_plan: SizeGenericPlan | None) -> None:
-        """Stores an object that makes plans (lists of steps that repeat a run) for any input sizes.
-        The object `generic_plan` makes the plans for all sizes that later calls on `device` have.
+        """Stores `generic_plan`, an object that makes plans (lists of steps that repeat a run) for
+        inputs of any sizes. It serves all later calls on `device`.
 
         Does nothing if `generic_plan` is None.
         """

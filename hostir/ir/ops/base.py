@@ -329,8 +329,9 @@ class Runtime(Protocol):
         ...
 
     def capture(self, stream: Stream) -> None:
-        """Gives the current stream the name that `stream` contains, so that later ops can refer to
-        the stream."""
+        """Gives the current stream a name, which `stream` has, such as `S0`. Later ops can refer to
+        the stream by this name.
+        """
         ...
 
     def join(self, stream: Stream) -> None:

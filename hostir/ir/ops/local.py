@@ -695,7 +695,9 @@ class GetCurrentStream(StreamOp):
         return (Captures(self.stream),)
 
     def emit(self, rt: Runtime) -> None:
-        """Runs `GetCurrentStream`: gives the current stream of the run the name in `stream`."""
+        """Runs `GetCurrentStream`: gives the current stream of the run the name of `stream`, such
+        as `S0`.
+        """
         rt.capture(self.stream)
 
     def verify(self) -> None:
