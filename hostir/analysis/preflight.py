@@ -18,6 +18,7 @@ from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.support import progress
 from fuser.support.errors import warn
+from fuser.support.locks import uncollected
 from fuser.support.lru import Recent
 from hostir.analysis.collective_matching import MISPLACED, find_mismatches
 from hostir.analysis.collective_matching import OUT_OF_RANGE as OUT_OF_RANGE_ON_RANKS
@@ -96,9 +97,10 @@ def check_before_run(
         return
     progress.stage("checks of streams and ranks")
     found: list[Finding] = []
-    if not done.recall(everyone):
-        found += find_mismatches(program, values)
-    found += find_races(program, values, rank=rank, given=key[1])
+    with uncollected:
+        if not done.recall(everyone):
+            found += find_mismatches(program, values)
+        found += find_races(program, values, rank=rank, given=key[1])
     tolerated = TOLERATED
     if done.size() and not program.started():
         # The program passed before, so a number of the caller is wrong. The run names it.

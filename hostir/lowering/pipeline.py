@@ -37,6 +37,7 @@ from fuser.schedule.transpose import stays_coalesced
 from fuser.support import progress
 from fuser.support.device import target_of
 from fuser.support.errors import UnsupportedError, user_code
+from fuser.support.locks import uncollected
 from fuser.support.options import NO_SETTINGS, Settings
 from hostir.ir.program import HostIrContainer
 from hostir.lowering.input_class import InputClass, specialise, symbol_values
@@ -149,21 +150,22 @@ def build_program(
     tensor. `dump` stores the text of each stage, and `settings` are the options of the call. Raises
     `FuserError` for a fusion that cannot be lowered.
     """
-    dump("fusion_ir_original", lambda: fusion_text(definition))
-    check_types(definition)
-    progress.stage("passes")
-    fusion, _ = concretize(definition, input_class.sizes)
-    repeated = specialise(fusion, input_class)
-    dump("fusion_ir_concretized", fusion.print_math)
-    fusion_passes.run_passes(fusion, repeated=repeated)
-    progress.stage("shardings")
-    shardings, params = _shard(fusion, params, overlap, repeated)
-    dump("fusion_ir_preseg", lambda: fusion_text(fusion))
-    facts = KernelFacts.of(input_class, settings)
-    segmented, program = lower_sharded(
-        fusion, backend_name=backend_name, params=params, dump=dump, facts=facts
-    )
-    return Built(segmented, program, shardings)
+    with uncollected:
+        dump("fusion_ir_original", lambda: fusion_text(definition))
+        check_types(definition)
+        progress.stage("passes")
+        fusion, _ = concretize(definition, input_class.sizes)
+        repeated = specialise(fusion, input_class)
+        dump("fusion_ir_concretized", fusion.print_math)
+        fusion_passes.run_passes(fusion, repeated=repeated)
+        progress.stage("shardings")
+        shardings, params = _shard(fusion, params, overlap, repeated)
+        dump("fusion_ir_preseg", lambda: fusion_text(fusion))
+        facts = KernelFacts.of(input_class, settings)
+        segmented, program = lower_sharded(
+            fusion, backend_name=backend_name, params=params, dump=dump, facts=facts
+        )
+        return Built(segmented, program, shardings)
 
 
 def lower_sharded(
