@@ -13,7 +13,7 @@ decomposition work on cuts and write the cuts back as splits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -141,6 +141,8 @@ def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
     is the inner part of a split, or part of a merge.
     """
     domain = tv.domain
+    if axis.number in domain.logical_numbers:
+        return axis.number, 0
     steps = path(domain, (axis,), domain.logical)
     depths = replay(steps, {axis.number: 0}, _BlockDepth(tv, axis))
     return next((n, depths[n]) for n in domain.logical_numbers if n in depths)
@@ -203,7 +205,10 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
     spread, known = spread_axes(tv), tv.domain.known
     if not spread:
         return {}
-    key = "cuts", tv.mesh, tuple(ptypes)
+    whole = known.get((_CUTS, tv.mesh))
+    if whole is not None:
+        return dict(whole) if ptypes is SPREAD_TYPES else _along(whole, ptypes)
+    key = _CUTS, tv.mesh, tuple(ptypes)
     if key in known:
         return dict(known[key])
     found: dict[int, list[tuple[int, Cut]]] = {}
@@ -218,8 +223,18 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
     # The count of a stream is an expression of extents, whose canonical form may change: not
     # cached.
     if not any(a.is_stream for a in spread):
-        known[key] = dict(made)
+        known[key[:2] if ptypes is SPREAD_TYPES else key] = dict(made)
     return made
+
+
+# Key of the cuts of a domain among the results that are remembered for it.
+_CUTS = "cuts"
+
+
+def _along(cuts: Mapping[int, Cuts], ptypes: Collection[ParallelType]) -> dict[int, Cuts]:
+    """Returns those of the divisions `cuts` of axes that are along the parallel types `ptypes`."""
+    kept = {n: tuple(c for c in mine if c.ptype in ptypes) for n, mine in cuts.items()}
+    return {n: mine for n, mine in kept.items() if mine}
 
 
 def placement(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> Placement:
@@ -382,13 +397,32 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
     rest = _remainder(tv, number)
     if rest is None:
         return False
-    position = tv.domain.loop_numbers.index(rest.number)
+    before, position = tv.domain, tv.domain.loop_numbers.index(rest.number)
     if not cut.whole:
-        tv.split(position, cut.count, inner_split=False)
+        tv.split(position, cut.count, False)
     if cut.swizzle is not None:
         tv.swizzle1d(position, cut.swizzle)
     tv.parallelize_axis(tv.domain.loop[position], cut.ptype)
+    made = replace(cut, whole=cut.whole and rest.number == number)
+    _remember_cut(tv, before, number, made)
     return True
+
+
+def _remember_cut(tv: TensorView, before: TensorDomain, number: int, cut: Cut) -> None:
+    """Stores the cuts of a tensor after `add_cut`, so that `axis_cuts` need not derive them again.
+
+    `before` is the domain without `cut`, which divides the logical axis `number` inside its other
+    cuts. Nothing is stored for streams, or if the cuts of `before` are unknown.
+    """
+    known = before.known.get((_CUTS, tv.mesh)) if before.spread else {}
+    if known is None or tv.mesh is None or not cut.ptype.is_device:
+        return
+    if tv.mesh.size_of(cut.ptype) != cut.count:
+        return
+    if not is_plain_broadcast(tv.domain.axes[number]):
+        divided = {**known, number: (*known.get(number, ()), cut)}
+        known = {n: divided[n] for n in tv.domain.logical_numbers if n in divided}
+    tv.domain.known[_CUTS, tv.mesh] = known
 
 
 def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
@@ -541,6 +575,8 @@ def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
     if there is no such axis: after a resize, or if `root` is the inner one of two merged axes.
     """
     domain = tv.domain
+    if root.number in domain.logical_numbers:
+        return root
     steps = path(domain, domain.maybe_root, domain.logical)
     marked = replay(steps, {root.number: True}, _Outermost(tv))
     return next((a for a in domain.logical if a.number in marked), None)
@@ -554,6 +590,8 @@ def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
     if there is no such axis.
     """
     domain = tv.domain
+    if logical.number in (domain.root_numbers or domain.logical_numbers):
+        return logical
     steps = path(domain, (logical,), domain.maybe_root)
     marked = replay(steps, {logical.number: True}, _Outermost(tv))
     return next((a for a in domain.maybe_root if a.number in marked), None)
@@ -566,5 +604,8 @@ def path_to_root(tv: TensorView, logical: IterDomain) -> tuple[int, ...]:
     and merges of the reshape. If devices divide the logical axis, the extents of all these axes
     change on a device.
     """
-    steps = path(tv.domain, (logical,), tv.domain.maybe_root)
+    domain = tv.domain
+    if logical.number in (domain.root_numbers or domain.logical_numbers):
+        return (logical.number,)
+    steps = path(domain, (logical,), domain.maybe_root)
     return tuple(replay(steps, {logical.number: True}, _TowardsRoot(tv)))

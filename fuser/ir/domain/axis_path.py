@@ -89,6 +89,8 @@ def path(
     """
     start = {a.number for a in sources}
     goal = {a.number for a in targets} - start
+    if not goal or not domain.transforms:
+        return ()
     above = domain.above(start)
     below, determined = set(start), set(start)
     for t in reversed(domain.transforms):

@@ -624,11 +624,14 @@ class TensorDomain:
         `transforms`, which derive these axes, are added to the transforms of the domain. `axes` are
         the axes that they create.
         """
-        return replace(
-            self,
-            axes={**self.axes, **{a.number: a for a in axes}},
-            loop_numbers=tuple(loop),
-            transforms=(*self.transforms, *transforms),
+        return TensorDomain(
+            {**self.axes, **{a.number: a for a in axes}},
+            self.logical_numbers,
+            tuple(loop),
+            self.root_numbers,
+            self.allocation_numbers,
+            self.contiguity,
+            (*self.transforms, *transforms),
         )
 
     def with_allocation(
@@ -643,7 +646,18 @@ class TensorDomain:
 
     def with_axes(self, *states: IterDomain) -> TensorDomain:
         """Returns a copy of the domain in which `states` replace the axes with the same numbers."""
-        return replace(self, axes={**self.axes, **{a.number: a for a in states}})
+        return self._having_axes({**self.axes, **{a.number: a for a in states}})
+
+    def _having_axes(self, axes: Mapping[int, IterDomain]) -> TensorDomain:
+        return TensorDomain(
+            axes,
+            self.logical_numbers,
+            self.loop_numbers,
+            self.root_numbers,
+            self.allocation_numbers,
+            self.contiguity,
+            self.transforms,
+        )
 
     def in_logical_order(self) -> TensorDomain:
         """Returns a copy of the domain whose memory has the order that users see, without gaps."""
@@ -659,7 +673,7 @@ class TensorDomain:
             return made[number].number
 
         if all(a.number == n for n, a in made.items()):
-            return replace(self, axes=made)
+            return self._having_axes(made)
         return TensorDomain(
             {a.number: a for a in made.values()},
             tuple(map(new, self.logical_numbers)),
