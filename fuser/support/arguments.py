@@ -280,8 +280,13 @@ def _either(parts: Sequence[object], kinds: Kinds | None) -> Kind:
     chosen = [p for p in parts if not _is_covered(p, parts)]
     found = [kind_of(p, kinds) for p in chosen]
     words = " or ".join(dict.fromkeys(k.words for k in found))
+    # The kinds before integers accept instances of a class, and no integers.
+    before = found[: found.index(_INTEGER)] if _INTEGER in found else [_ANY]
+    takes_int = all(k.exact and k is not _FLAG for k in before)
 
     def take(value: object) -> object:
+        if takes_int and type(value) is int and -_INT64_END <= value < _INT64_END:
+            return value
         inside: Mismatch | None = None
         for kind in found:
             try:
@@ -425,6 +430,8 @@ class Entrance:
         self._places = [(p.name, self._kinds[p.name]) for p in places]
         self._is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found)
         self._needed = sum(p.default is p.empty for p in places)
+        # Whether arguments fit the parameters depends on their number and names alone. These fit.
+        self._bound: set[tuple[int | str, ...]] = set()
 
     def take(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -437,11 +444,14 @@ class Entrance:
         """
         places = self._places
         if kwargs or not self._needed <= len(args) <= len(places):
-            self._check_names(args, kwargs)
+            passed = (len(args), *kwargs)
+            if passed not in self._bound:
+                self._check_names(args, kwargs)
+                self._bound.add(passed)
         taken = list(args)
-        for i, (name, kind) in enumerate(places[: len(taken)]):
-            if type(taken[i]) not in kind.exact:
-                taken[i] = self._take(args, name, kind, taken[i])
+        for i, (value, (name, kind)) in enumerate(zip(args, places, strict=False)):
+            if kind is not _ANY and type(value) not in kind.exact:
+                taken[i] = self._take(args, name, kind, value)
         for name, value in kwargs.items():
             kwargs[name] = self._take(args, name, self._kinds.get(name, _ANY), value)
         return taken, kwargs

@@ -20,6 +20,7 @@ from typing import Literal
 from fuser.ir.domain.axis_path import Rules, path, replay
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.domain.tensor_domain import (
+    DomainBuilder,
     IterDomain,
     MergeTransform,
     Resize,
@@ -397,12 +398,16 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
     rest = _remainder(tv, number)
     if rest is None:
         return False
-    before, position = tv.domain, tv.domain.loop_numbers.index(rest.number)
+    before, built, outer, inner = tv.domain, DomainBuilder(tv.fusion), rest, ()
     if not cut.whole:
-        tv.split(position, cut.count, False)
+        outer, *inner = built.split(rest, sc.as_scalar(cut.count), inner_split=False)
     if cut.swizzle is not None:
-        tv.swizzle1d(position, cut.swizzle)
-    tv.parallelize_axis(tv.domain.loop[position], cut.ptype)
+        outer = built.swizzle(outer, cut.swizzle)
+    axes = (*built.axes.values(), outer.having(ptype=cut.ptype))
+    position = before.loop_numbers.index(rest.number)
+    loop = list(before.loop_numbers)
+    loop[position : position + 1] = [outer.number, *(a.number for a in inner)]
+    tv.domain = before.with_loop(loop, *built.transforms, axes=axes)
     made = replace(cut, whole=cut.whole and rest.number == number)
     _remember_cut(tv, before, number, made)
     return True

@@ -1035,7 +1035,8 @@ class DomainBuilder:
         return state
 
     def _derive(self, inp: IterDomain, **changes: object) -> IterDomain:
-        made = replace(inp, number=self._fusion.next_axis(), **changes)  # pyright: ignore[reportArgumentType]
+        fresh = inp.numbered(self._fusion.next_axis())
+        made = replace(fresh, **changes) if changes else fresh  # pyright: ignore[reportArgumentType]
         self.axes[made.number] = made
         return made
 
