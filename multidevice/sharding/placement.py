@@ -203,39 +203,39 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
     The keys are the numbers (ids) of logical axes, including reduction axes; the values list the
     outermost cut first. Cuts along parallel types that are not in `ptypes` are left out.
     """
-    spread, known = spread_axes(tv), tv.domain.known
-    if not spread:
+    wanted = [a for a in spread_axes(tv) if a.ptype in ptypes]
+    if not wanted:
         return {}
-    whole = known.get((_CUTS, tv.mesh))
-    if whole is not None:
-        return dict(whole) if ptypes is SPREAD_TYPES else _along(whole, ptypes)
-    key = _CUTS, tv.mesh, tuple(ptypes)
-    if key in known:
-        return dict(known[key])
-    found: dict[int, list[tuple[int, Cut]]] = {}
-    for axis in spread:
-        if axis.ptype in ptypes:
-            number, depth = cut_origin(tv, axis)
-            swizzle = _swizzle_of(tv.domain, axis)
-            cut = Cut(axis.ptype, _count(tv, axis), whole=depth == 0, swizzle=swizzle)
-            found.setdefault(number, []).append((depth, cut))
-    ordered = ((a.number, found[a.number]) for a in tv.domain.logical if a.number in found)
-    made = {n: tuple(c for _, c in sorted(cuts, key=lambda x: x[0])) for n, cuts in ordered}
-    # The count of a stream is an expression of extents, whose canonical form may change: not
-    # cached.
-    if not any(a.is_stream for a in spread):
-        known[key[:2] if ptypes is SPREAD_TYPES else key] = dict(made)
-    return made
-
-
-# Key of the cuts of a domain among the results that are remembered for it.
-_CUTS = "cuts"
-
-
-def _along(cuts: Mapping[int, Cuts], ptypes: Collection[ParallelType]) -> dict[int, Cuts]:
-    """Returns those of the divisions `cuts` of axes that are along the parallel types `ptypes`."""
+    if any(a.is_stream for a in spread_axes(tv)):
+        # The count of a stream is an expression of extents, whose canonical form may change.
+        return _derive_cuts(tv, wanted)
+    known = _known_cuts(tv.domain)
+    if tv.mesh not in known:
+        known[tv.mesh] = _derive_cuts(tv, spread_axes(tv))
+    cuts = known[tv.mesh]
+    if len(wanted) == len(spread_axes(tv)):
+        return dict(cuts)
     kept = {n: tuple(c for c in mine if c.ptype in ptypes) for n, mine in cuts.items()}
     return {n: mine for n, mine in kept.items() if mine}
+
+
+def _derive_cuts(tv: TensorView, axes: Iterable[IterDomain]) -> dict[int, Cuts]:
+    """Returns the cuts of a tensor that its loop axes `axes` make, found from its transforms."""
+    found: dict[int, list[tuple[int, Cut]]] = {}
+    for axis in axes:
+        number, depth = cut_origin(tv, axis)
+        swizzle = _swizzle_of(tv.domain, axis)
+        cut = Cut(axis.ptype, _count(tv, axis), whole=depth == 0, swizzle=swizzle)
+        found.setdefault(number, []).append((depth, cut))
+    ordered = ((a.number, found[a.number]) for a in tv.domain.logical if a.number in found)
+    return {n: tuple(c for _, c in sorted(cuts, key=lambda x: x[0])) for n, cuts in ordered}
+
+
+def _known_cuts(domain: TensorDomain) -> dict[DeviceMesh | None, Mapping[int, Cuts]]:
+    """Returns the cuts of a tensor with this domain and without streams, as known so far, per
+    mesh.
+    """
+    return domain.known.setdefault("cuts", {})
 
 
 def placement(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> Placement:
@@ -398,7 +398,8 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
     rest = _remainder(tv, number)
     if rest is None:
         return False
-    before, built, outer, inner = tv.domain, DomainBuilder(tv.fusion), rest, ()
+    before, built = tv.domain, DomainBuilder(tv.fusion)
+    outer, inner = rest, list[IterDomain]()
     if not cut.whole:
         outer, *inner = built.split(rest, sc.as_scalar(cut.count), inner_split=False)
     if cut.swizzle is not None:
@@ -419,7 +420,8 @@ def _remember_cut(tv: TensorView, before: TensorDomain, number: int, cut: Cut) -
     `before` is the domain without `cut`, which divides the logical axis `number` inside its other
     cuts. Nothing is stored for streams, or if the cuts of `before` are unknown.
     """
-    known = before.known.get((_CUTS, tv.mesh)) if before.spread else {}
+    none: Mapping[int, Cuts] = {}
+    known = _known_cuts(before).get(tv.mesh) if before.spread else none
     if known is None or tv.mesh is None or not cut.ptype.is_device:
         return
     if tv.mesh.size_of(cut.ptype) != cut.count:
@@ -427,7 +429,7 @@ def _remember_cut(tv: TensorView, before: TensorDomain, number: int, cut: Cut) -
     if not is_plain_broadcast(tv.domain.axes[number]):
         divided = {**known, number: (*known.get(number, ()), cut)}
         known = {n: divided[n] for n in tv.domain.logical_numbers if n in divided}
-    tv.domain.known[_CUTS, tv.mesh] = known
+    _known_cuts(tv.domain)[tv.mesh] = known
 
 
 def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
