@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from hostir.ir.verifier import verify as verify
     from hostir.lowering.pipeline import lower_streams as lower_streams
     from hostir.profiling.tracer import HostIrEvaluator as HostIrEvaluator
+    from hostir.tools.explain import explain as explain
     from multidevice.sharding.reshard import TeamOf as TeamOf
 
 # Module -> the public names that it defines. Every host op (`HOST_OPS`) has one, too.
@@ -71,6 +72,7 @@ _MODULES = {
     "hostir.ir.parser": ("parse",),
     "hostir.profiling.tracer": ("HostIrEvaluator",),
     "hostir.ir.verifier": ("verify",),
+    "hostir.tools.explain": ("explain",),
     "multidevice.sharding.reshard": ("TeamOf",),
 }
 _EXPORTS = {name: module for module, names in _MODULES.items() for name in names}

@@ -97,6 +97,7 @@ class StreamTimes:
 class CommunicationCost:
     """The cost of one communication for one rank, in one run of the program.
 
+    - `line`: the number of the op's line in `str(program)`.
     - `op`: the line of the program, the user's line, and the text of the op.
     - `along`: the mesh dimensions along which the ranks of a team differ, such as `mesh_x`. It is
       "between meshes" if sender and receiver are on different meshes.
@@ -106,6 +107,7 @@ class CommunicationCost:
       reads other ranks' memory; 0 if no machine was given.
     """
 
+    line: int
     op: str
     along: str
     members: int
@@ -267,6 +269,7 @@ def communications_of(
     lines = line_numbers(program)
     return tuple(
         CommunicationCost(
+            lines[id(row.op)],
             Site(row.op).text(lines),
             row.along or "between meshes",
             row.members,
@@ -390,20 +393,20 @@ def _class_lines(one: RankTimes, device: str) -> list[str]:
         *busy_lines(one.streams, Busy(one.compute, one.communication, one.exposed, one.idle)),
     ]
     lines.append(
-        f"  memory: {_size(one.input_nbytes)} of inputs, {_size(one.peak_nbytes)} allocated"
+        f"  memory: {size_text(one.input_nbytes)} of inputs, {size_text(one.peak_nbytes)} allocated"
     )
-    lines.append(f"  sent {_size(one.sent_nbytes)}, received {_size(one.received_nbytes)}")
+    lines.append(f"  sent {size_text(one.sent_nbytes)}, received {size_text(one.received_nbytes)}")
     return lines + _communication_lines(one)
 
 
 def _communication_lines(one: RankTimes) -> list[str]:
     """Returns the lines about the bytes that each rank of a class sends along each mesh dimension,
     and in each communication."""
-    lines = [f"  sent along {along}: {_size(n)}" for along, n in one.sent_along.items()]
+    lines = [f"  sent along {along}: {size_text(n)}" for along, n in one.sent_along.items()]
     if one.communications:
         lines.append("  communications, with the bytes that a rank sends and the time alone:")
     for row in one.communications[:_SHOWN_OPS]:
-        sent = f"{_size(row.sent_nbytes):>11} {ms(row.seconds)} {row.times:4} x"
+        sent = f"{size_text(row.sent_nbytes):>11} {ms(row.seconds)} {row.times:4} x"
         lines.append(f"  {sent}  {row.members} ranks along {row.along}, {row.op}")
     if (more := len(one.communications) - _SHOWN_OPS) > 0:
         lines.append(f"    and {more} more (--json has them)")
@@ -428,7 +431,7 @@ def _link_lines(found: Prediction) -> list[str]:
         return ["links: too many ranks to list their pairs", ""]
     if not found.links:
         return []
-    shown = [f"  {a} -> {b}: {_size(n)}" for a, b, n in found.links[:_SHOWN_LINKS]]
+    shown = [f"  {a} -> {b}: {size_text(n)}" for a, b, n in found.links[:_SHOWN_LINKS]]
     if (more := len(found.links) - _SHOWN_LINKS) > 0:
         shown.append(f"  and {more} more (--json has them)")
     return ["links, from rank to rank:", *shown, ""]
@@ -441,7 +444,8 @@ def ms(seconds: float, width: int = 10) -> str:
     return f"{text:>{width}}"
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """Returns a number of bytes as text, such as `1.536 kB`. Units are powers of 1000."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3f} {unit}"

@@ -17,7 +17,13 @@ from fuser.ir.canonical_form import Key, op_key
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.op import Op, op_text, value_text, walk
 from fuser.ir.text.printer import domain_text
-from fuser.support.errors import FuserError, InputError, OptionError
+from fuser.support.errors import (
+    FuserError,
+    InputError,
+    OptionError,
+    UnsupportedError,
+    VerifyError,
+)
 from hostir.analysis.preflight import findings, ranks_to_look_at
 from hostir.cost import calibrate
 from hostir.cost.machine_model import MACHINES, MEASURED, find_machine, usual_machine
@@ -383,14 +389,24 @@ def _machine(args: argparse.Namespace) -> str:
 
 
 def _simulated(args: argparse.Namespace) -> tuple[HostIrContainer, SimulatedSchedule]:
-    program, machine = _checked(args), find_machine(_machine(args))
-    values = symbol_values(program, _sizes(args.size))
-    values[NUMBER_OF_STREAMS] = args.streams
+    program = _checked(args)
     needed = _needed_ranks(program)
     if args.ranks not in (None, needed):
         raise InputError(f"--ranks {args.ranks}: the program's meshes need {needed} ranks")
     ranks = range(args.ranks) if args.ranks is not None else ()
-    return program, simulated_schedule(program, values, machine, ranks=ranks)
+    return program, _schedule(args, program, ranks)
+
+
+def _schedule(
+    args: argparse.Namespace, program: HostIrContainer, ranks: Sequence[int] = ()
+) -> SimulatedSchedule:
+    """Returns the times at which the ops of a program begin and end on the machine of the options.
+
+    `ranks` defaults to the ranks of the program's meshes.
+    """
+    values = symbol_values(program, _sizes(args.size))
+    values[NUMBER_OF_STREAMS] = args.streams
+    return simulated_schedule(program, values, find_machine(_machine(args)), ranks=ranks)
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -407,9 +423,22 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _why(args: argparse.Namespace) -> None:
-    """explains why a tensor is sharded, and why each communication is necessary"""
+    """explains why a tensor is sharded, and why each communication is necessary, with its cost"""
     program = read_program(args.file, number=args.program)
-    print("\n".join(explain(program, args.tensor)) or "the program communicates nothing")
+    try:
+        program.check_full()
+        found, why_not = predict(program, _schedule(args, program)), ""
+    except (InputError, UnsupportedError, VerifyError) as error:
+        if args.size or args.machine is not None:
+            raise
+        found, why_not = None, str(error).partition("\n")[0]
+    lines = explain(program, args.tensor, found)
+    if any(line.startswith("  cost: ") for line in lines):
+        _say_sizes(args, program)
+        _say_assumed(args, program)
+    print("\n".join(lines) or "the program communicates nothing")
+    if why_not and has_communications(program):
+        print(f"the costs are not known: {why_not}")
 
 
 # ----------------------------------------------------------------------
@@ -642,17 +671,22 @@ def _arguments() -> argparse.ArgumentParser:
             "--inputs", help="a .pt file with the list of global inputs; default: random"
         )
         made.add_argument("--seed", type=int, help="the seed of random inputs; default: 0")
+    why = command(_why)
+    why.add_argument(
+        "tensor", help="T7: this tensor and its communications; all: every communication"
+    )
     for made in (cost, trace):
         made.add_argument(
             "--ranks", type=int, help="the number of ranks; default: that of the meshes"
         )
+    for made in (cost, trace, why):
         made.add_argument(
             "--machine",
             help=f"{', '.join(MACHINES)}, {MEASURED} (see calibrate), or a description: a file "
             f"NAME.json; default: {MEASURED} if this machine's GPUs were measured, else h200",
         )
         file(made)
-    for made in (run, verify, cost, trace):
+    for made in (run, verify, cost, trace, why):
         made.add_argument(
             "--streams",
             type=int,
@@ -675,11 +709,6 @@ def _arguments() -> argparse.ArgumentParser:
     diff = command(_diff)
     file(diff)
     file(diff, "other")
-    why = command(_why)
-    why.add_argument(
-        "tensor", help="T7: this tensor and its communications; all: every communication"
-    )
-    file(why)
     diff.add_argument(
         "--other-program", type=int, metavar="N", help="which of several programs in OTHER, from 0"
     )

@@ -8,6 +8,9 @@ communication necessary. Two lines of output, for example:
     user at mlp.py:9
     Communication 0 (Allgather of T7 -> T8): because linear at mlp.py:14 takes T8 whole along axis
     0, and T7 is cut by mesh_x on axis 0 (annotated by the user at mlp.py:9)
+
+With a prediction, more lines follow for each communication: its placements before and after, the
+user's annotations from which they came, the bytes that a rank sends and the time.
 """
 
 from __future__ import annotations
@@ -20,14 +23,16 @@ from fuser.ir.op import Op, walk
 from fuser.ir.provenance import Origin
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.types import ParallelType
+from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.support.errors import InputError, UnsupportedError
 from hostir.analysis.sliced_inputs import sliced_inputs
+from hostir.cost.report import CommunicationCost, Prediction, ms, size_text
+from hostir.ir.diagnostics import line_numbers
 from hostir.ir.effects import Shows
-from hostir.ir.ops import HostOp, LaunchKernel, P2PCommunication
+from hostir.ir.ops import HostOp, LaunchKernel, LocalSlice, P2PCommunication
 from hostir.ir.program import HostIrContainer
-from multidevice.sharding.placement import SPREAD_TYPES
-from multidevice.sharding.queries import sharded_logical_axis
+from multidevice.sharding.placement import SPREAD_TYPES, placement
+from multidevice.sharding.queries import partial_sum_axes, sharded_logical_axis
 
 # Parallel type -> the position of the axis that it cuts.
 Cuts = dict[ParallelType, int]
@@ -38,17 +43,19 @@ UNKNOWN = (
 _DIRECTIONS = {"forward": "forward", "backward": "backward", "beside": "beside another result"}
 
 
-def explain(program: HostIrContainer, name: str) -> list[str]:
+def explain(program: HostIrContainer, name: str, prediction: Prediction | None = None) -> list[str]:
     """Returns lines of text that explain why a tensor of `program` is sharded, and why the tensor
     is communicated.
 
     `name` is the name of the tensor, such as `T7`, or `all` for every communication of the program.
-    If each call must cut this rank's shard out of an input, a further line says so.
+    If `prediction` has the costs of the program, indented lines about the placements and the cost
+    follow for each communication. If each call must cut this rank's shard out of an input, a
+    further line says so.
 
     Raises:
         InputError: the program has no such tensor.
     """
-    why = _Why(program)
+    why = _Why(program, prediction)
     if name == "all":
         return [*why.communications(None), *sliced_inputs(program)]
     number = name.removeprefix("T").partition("_")[0]
@@ -71,12 +78,16 @@ class _Why:
     """
 
     program: HostIrContainer
+    prediction: Prediction | None = None
     rows: dict[int, list[Origin]] = field(default_factory=dict[int, list[Origin]])
     tensors: dict[int, TensorView] = field(default_factory=dict[int, TensorView])
     # The number of a slice or view -> the tensor of which it is a part.
     shown: dict[int, TensorView] = field(default_factory=dict[int, TensorView])
     sends: list[P2PCommunication] = field(default_factory=list["P2PCommunication"])
     receives: list[P2PCommunication] = field(default_factory=list["P2PCommunication"])
+    # The costs of communications by their line, those of the rank that sends most.
+    costs: dict[int, CommunicationCost] = field(default_factory=dict[int, CommunicationCost])
+    lines: dict[int, int] = field(default_factory=dict[int, int])
 
     def __post_init__(self) -> None:
         for row in self.program.values.origins:
@@ -88,6 +99,10 @@ class _Why:
                     self.shown[effect.out.number] = effect.source
             if isinstance(op, P2PCommunication):
                 (self.sends if op.type == "send" else self.receives).append(op)
+        if self.prediction is not None:
+            self.lines = line_numbers(self.program)
+            costs = [c for one in self.prediction.classes for c in one.communications]
+            self.costs = {c.line: c for c in sorted(costs, key=lambda c: c.sent_nbytes)}
 
     # ------------------------------------------------------------ tensors
     def tensor(self, tv: TensorView) -> list[str]:
@@ -175,16 +190,21 @@ class _Why:
         `row`, of the program's Provenance section, says where the sharding came from. `ptype` is
         the mesh dimension or stream that splits the axis; None stands for the tensor's mesh.
         """
-        steps: list[str] = []
-        seen: set[Origin] = set()
+        return ", ".join(map(self.step, self.path(row, ptype)))
+
+    def path(self, row: Origin, ptype: ParallelType | None) -> list[Origin]:
+        """Returns the rows of the Provenance section from `row` back to the user's annotation.
+
+        The arguments are those of `chain`.
+        """
+        path: dict[Origin, None] = {}
         at: Origin | None = row
-        while at is not None and at not in seen:
-            seen.add(at)
-            steps.append(self.step(at))
+        while at is not None and at not in path:
+            path[at] = None
             if at.how in ("user", "only"):
                 break
             at = self.next_row(at, ptype)
-        return ", ".join(steps)
+        return list(path)
 
     def next_row(self, row: Origin, ptype: ParallelType | None) -> Origin | None:
         """Returns the row of the program's Provenance section from which the sharding in `row` was
@@ -252,12 +272,94 @@ class _Why:
         If `tv` is None, returns the lines for all communications of the program.
         """
         base = None if tv is None else self.base(tv)
-        lines: list[str] = []
+        lines: dict[str, list[str]] = {}
         for op in walk(self.program.ops):
             ends = self.ends(op)
             if ends is not None and (base is None or base in map(self.base, ends)):
-                lines.append(self.communication(op, *map(self.base, ends)))
-        return list(dict.fromkeys(lines))
+                inp, out = map(self.base, ends)
+                line = self.communication(op, inp, out)
+                if line not in lines:
+                    lines[line] = self.details(op, inp, out) if self.prediction else []
+        return [text for line, details in lines.items() for text in (line, *details)]
+
+    def details(self, op: Op, inp: TensorView, out: TensorView) -> list[str]:
+        """Returns the indented lines about a communication from `inp` to `out`: its placements, the
+        user's annotations and the cost.
+        """
+        lines = self.annotations(inp, out)
+        texts = {
+            "placement": change_words(op, *self.as_written(inp, out)),
+            "annotated": ", ".join(lines),
+            "cost": self.cost(op),
+        }
+        return [f"  {name}: {text}" for name, text in texts.items() if text]
+
+    def annotations(self, inp: TensorView, out: TensorView) -> list[str]:
+        """Returns the user's source lines from which the placements before and after a
+        communication came.
+        """
+        before, after = self.cuts(inp), self.cuts(out)
+        pairs = [(inp, p) for p, axis in before.items() if after.get(p) != axis]
+        pairs += [(out, p) for p, axis in after.items() if before.get(p) != axis]
+        rows = [(self.row(tv.number, p), p) for tv, p in pairs]
+        paths = [self.path(row, p) for row, p in rows if row is not None]
+        found = [row for path in (*paths, self.wanted(out)) for row in path]
+        return list(dict.fromkeys(r.where for r in found if r.how == "user"))
+
+    def wanted(self, out: TensorView) -> list[Origin]:
+        """Returns the rows about the user's annotation of `out`, or of the tensor to whose
+        placement `out` is a step. Returns [] if the user annotated neither.
+        """
+        seen: set[int] = set()
+        number: int | None = out.number
+        while number is not None and number not in seen:
+            seen.add(number)
+            if rows := [r for r in self.rows.get(number, []) if r.how == "user"]:
+                return rows
+            number = next(
+                (
+                    r.tensor
+                    for rows in self.rows.values()
+                    for r in rows
+                    if r.source == number and r.what == "placement" and r.how in ("result", "set")
+                ),
+                None,
+            )
+        return []
+
+    def as_written(self, inp: TensorView, out: TensorView) -> tuple[TensorView, TensorView]:
+        """Returns the tensors of the user's program between which a communication changes the
+        placement.
+
+        A communication may move a view of a tensor with one more axis, such as [2, 4, 16] for a
+        tensor [8, 16] of which it moves blocks. Returns `inp` and `out` if they are no such views.
+        """
+        source, row, first = inp, self.row(out.number, None), self.row(inp.number, None)
+        for made in self.path(first, None) if first is not None else ():
+            if made.how != "local" or made.op not in ("set", "reshape"):
+                break
+            source = self.tensors.get(made.source or 0, source)
+        result = self.result_of(row) if row is not None and row.op == "reshape" else None
+        if result is None or result.number not in self.tensors:
+            return inp, out
+        shapes = [[tv.fusion.canonical(x) for x in tv.shape()] for tv in (source, result)]
+        return (source, result) if shapes[0] == shapes[1] else (inp, out)
+
+    def cost(self, op: Op) -> str:
+        """Returns a text about the bytes that a rank sends in the communication `op`, and about its
+        time. Returns "" if these are not known.
+        """
+        if isinstance(op, LocalSlice):
+            return "each rank keeps its part, and nothing is sent"
+        cost = self.costs.get(self.lines[id(op)])
+        if cost is None or self.prediction is None:
+            return ""
+        steps = f" in {cost.times} steps" if cost.times > 1 else ""
+        time = ms(cost.seconds, 0)
+        return (
+            f"{size_text(cost.sent_nbytes)} from each rank{steps}, among {cost.members} ranks "
+            f"along {cost.along}; {time} alone on {self.prediction.machine}"
+        )
 
     def ends(self, op: Op) -> tuple[TensorView, TensorView] | None:
         """Returns (operand, result) of an op that changes how a tensor is sharded. Returns None for
@@ -429,6 +531,38 @@ class _Why:
             if r.what == "mesh" or (r.axis is not None and r.ptype in cuts)
         ]
         return f" ({self.chain(rows[0], rows[0].ptype)})" if rows else ""
+
+
+def change_words(op: Op, inp: TensorView, out: TensorView) -> str:
+    """Returns the placements before and after a communication as text, such as `axis 0 split over
+    mesh_x -> replicated`. Returns "" for a part of a tensor inside a loop.
+    """
+    movement = op.movement if isinstance(op, HostOp) else None
+    kind = "SUM" if movement is None else movement.red_op
+    try:
+        before, after = (_placement_words(tv, kind) for tv in (inp, out))
+    except UnsupportedError:
+        return ""
+    meshes = "" if inp.mesh == out.mesh else f" on {out.mesh}"
+    return f"{before}{f' on {inp.mesh}' if meshes else ''} -> {after}{meshes}"
+
+
+def _placement_words(tv: TensorView, reduction: str) -> str:
+    parts, partial = partial_sum_axes(tv), list[str]()
+    texts: list[str] = []
+    axis = 0
+    for position, cuts in enumerate(placement(tv, DEVICE_TYPES)):
+        names = " and then ".join(cut.ptype.name for cut in cuts)
+        if position in parts:
+            partial.append(names)
+            continue
+        if cuts:
+            texts.append(f"axis {axis} split over {names}")
+        axis += 1
+    if partial:
+        what = "sums" if reduction == "SUM" else f"results of {reduction}"
+        texts.insert(0, f"partial {what} over {' and '.join(filter(None, partial))}")
+    return ", ".join(texts) or "replicated"
 
 
 def _outermost_extents(

@@ -6,23 +6,28 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from fuser import ops
+from fuser import FusionDefinition, Replicate, Shard, ops, shard
 from fuser.ir.fusion import TensorView
 from fuser.ir.provenance import read_origin
 from fuser.ir.types import ParallelType
 from fuser.support.errors import ParseError
 from fuser.support.text_cursor import Cursor
+from hostir import NUMBER_OF_STREAMS, program_for
+from hostir.cost.report import predict
+from hostir.cost.simulator import simulated_schedule
 from hostir.ir.ops import Communication
 from hostir.ir.parser import parse
 from hostir.ir.program import HostIrContainer, equal
+from hostir.lowering.input_class import symbol_values
 from hostir.tools.cli import main
 from hostir.tools.explain import UNKNOWN, explain
 from multidevice import DeviceMesh
 from tests.support.host_programs import CASES, Case, build, out, tensor
+from tests.support.predicted_times import PLAIN
 
 MESH = [0, 1]
 HERE = Path(__file__)
@@ -296,6 +301,88 @@ def test_another_result_of_the_same_op() -> None:
     (line, *_) = explain(program, f"T{mean.number}")
     assert f"(beside another result through welford at {at('statistics')})" in line
     assert line.endswith(f"annotated by the user at {at('rows')}")
+
+
+# ------------------------------------------------------------------ placements and costs
+def details(program: HostIrContainer, **sizes: int) -> list[dict[str, str]]:
+    """Returns, for each communication, the texts of its indented lines by their names."""
+    values = {**symbol_values(program, sizes), NUMBER_OF_STREAMS: 4}
+    lines = explain(program, "all", predict(program, simulated_schedule(program, values, PLAIN)))
+    found: list[dict[str, str]] = []
+    for line in lines:
+        if not line.startswith("  "):
+            found.append({})
+            continue
+        name, _, text = line.strip().partition(": ")
+        found[-1][name] = text
+    return found
+
+
+def test_each_communication_has_its_placements_annotations_and_cost(
+    program: HostIrContainer,
+) -> None:
+    """2000 rows of 6 floats; the hidden features are summed by parts."""
+    gather, scatter = details(program, i0=2000)
+    assert gather == {
+        "placement": "axis 0 split over mesh_x -> replicated",
+        "annotated": at("cut of x"),
+        "cost": "24.000 kB from each rank, among 2 ranks along mesh_x; 240.0 us alone on plain",
+    }
+    assert scatter == {
+        "placement": "partial sums over mesh_x -> axis 0 split over mesh_x",
+        "annotated": f"{at('cut of w2')}, {at('cut of y')}",
+        "cost": "24.000 kB from each rank, among 2 ranks along mesh_x; 240.0 us alone on plain",
+    }
+
+
+def largest() -> None:
+    x = cast("TensorView", tensor(-1, 6))
+    x.set_device_mesh(MESH)
+    cut(x, 1)
+    x.axis(1).parallelize(X)  # columns
+    out(ops.max(x, [1]))
+
+
+def test_partial_results_of_a_maximum_are_no_sums() -> None:
+    (one,) = details(read_back(largest, (4, 6)), i0=4)
+    assert one["placement"] == "partial results of MAX over mesh_x -> replicated"
+    assert one["annotated"] == at("columns")
+
+
+def turned() -> FusionDefinition:
+    """Columns become rows on a mesh of two dimensions; then the rows are gathered."""
+    mesh = DeviceMesh([[0, 1], [2, 3]])
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([8, 8], contiguity=True)
+        shard(x, mesh, [Shard(0), Shard(1)])  # both axes
+        y = fd.ops.set(x)
+        shard(y, mesh, [Shard(0), Shard(0)])  # rows alone
+        z = fd.ops.neg(fd.ops.set(y))
+        shard(z, mesh, [Replicate(), Replicate()])  # nothing
+        fd.add_output(y)
+        fd.add_output(z)
+    return fd
+
+
+def test_axes_are_those_of_the_users_tensors() -> None:
+    """An all-to-all moves a view with one more axis, and a gather of both dimensions has steps."""
+    planned = program_for(turned(), device="cpu")
+    found = details(planned.program)
+    assert [one["placement"] for one in found] == [
+        "axis 0 split over mesh_y, axis 1 split over mesh_x -> axis 0 split over mesh_y and then "
+        "mesh_x",
+        "axis 0 split over mesh_y and then mesh_x -> axis 0 split over mesh_y",
+        "axis 0 split over mesh_y -> replicated",
+    ]
+    assert found[0]["annotated"] == f"{at('both axes')}, {at('rows alone')}"
+    for one in found[1:]:
+        assert at("rows alone") in one["annotated"] and at("nothing") in one["annotated"]
+
+
+def test_a_slice_sends_nothing() -> None:
+    one, *_ = details(build(CASES["slice2"]))
+    assert one["placement"] == "replicated -> axis 1 split over mesh_x"
+    assert one["cost"] == "each rank keeps its part, and nothing is sent"
 
 
 # ------------------------------------------------------------------ every program
