@@ -88,8 +88,8 @@ def reshaped(
 
     `shape` has the sizes of the operand's axes, `owned` the buffer axes of each of these axes, and
     `out` the sizes of the result's axes. The buffer axes of one axis are triples (buffer axis,
-    buffer elements per index, number of indices), outermost first. They are None if they are
-    unknown.
+    buffer elements per index, number of indices), outermost first. For an axis whose buffer axes
+    are unknown, `owned` and the result have None.
     """
     found: list[Owned | None] = [None] * len(out)
     i = j = 0
@@ -394,8 +394,8 @@ class NamedRegion(Generic[N, A]):
         return self.chunk(part.axis, start, least(step, size - start), chunks)
 
     def viewed(self, kept: Mapping[int, int], sizes: Sequence[N]) -> Self:
-        """Returns the part of the buffer to which the result of a view op (such as a transpose)
-        refers, if this region is the part to which the op's operand refers.
+        """Returns the part of the buffer to which the result of a view op, such as a transpose,
+        refers. This region is the part to which the op's operand refers.
 
         `kept` maps each axis of the result that the view does not change to the same axis of the
         operand. `sizes` is the shape of the result. The buffer axes of a changed axis are unknown.
@@ -450,9 +450,9 @@ class BufferRegion(NamedRegion[int, Owned]):
         exclusive, along `axis`.
 
         `among` identifies how the axis was divided, such as the number of chunks. It is recorded,
-        because two parts of one division are known to be equal or disjoint. If the part is not a
-        range along each axis of the buffer, the box of the result still has all elements of this
-        region, and `parts` of the result records the selection.
+        because two parts of one division are known to be equal or disjoint. The selected elements
+        may not form a box, a range along each axis of the buffer. The result then has the box of
+        this region, and notes the selection in `parts`.
         """
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         owned = self.axes[axis]

@@ -152,10 +152,12 @@ class MatchingWalk(Walk[PerRank]):
             self._apply(effect, op, Site(op, self.indices))
 
     def _matters(self, effect: Effect) -> bool:
-        """Returns whether the check of communications must follow an effect of an op. These are the
-        effects that decide which elements ranks send and receive, and when: the creation or the end
-        of a view, the allocation of a buffer for only one block of a tensor, and the start or the
-        wait of a communication."""
+        """Returns whether the check of communications must follow an effect of an op: whether the
+        effect decides which elements ranks send and receive, or when.
+
+        Such effects are the start and the wait of a communication, and the creation and the end of
+        a view. The allocation of a buffer is one if the buffer holds only one block of a tensor.
+        """
         if isinstance(effect, Makes):
             # The buffer has the shape of one step's block.
             return effect.step is not None and effect.tensor not in self.storage.named
@@ -250,9 +252,9 @@ class MatchingWalk(Walk[PerRank]):
         return self.teams[of]
 
     def _comes(self, movement: Movement, site: Site) -> tuple[Teams, Array]:
-        """Returns the ranks that take part in a communication: its teams (each a group of ranks
-        that communicate with each other), and an array of bools, True for the ranks that run the op
-        and are in a team.
+        """Returns the ranks that take part in a communication. The first result are its teams:
+        groups of ranks that communicate with each other. The second is an array of bools, True for
+        the ranks that run the op and are in a team.
 
         Also reports a team that does not fit the tensors. If only some members of a team run the
         op, sets `is_uneven`: the ranks must then be followed one by one after the walk.
@@ -451,8 +453,8 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(TEAM, text + "dimension", ((site, ""),)))
 
     def _elements(self, movement: Movement, tv: TensorView) -> PerRank:
-        """Returns the number of elements that the communication moves of a tensor's shard (the part
-        that a rank stores), on each rank. An expanded axis counts as one element, because memory
+        """Returns, for each rank, how many elements of its shard of `tv` (the part that the rank
+        stores) the communication moves. An expanded axis counts as one element, because memory
         holds only one.
         """
         return self.shard_region(tv).elements(movement.expanded[tv])

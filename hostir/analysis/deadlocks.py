@@ -390,8 +390,8 @@ class _Follower:
                 self.judge.note(Finding(PARTNER, text, ((half.site, ""),)))
 
     def _apart(self, i: int) -> Iterator[tuple[bool, Finding]]:
-        """Yields findings (faults) about rank `i`, which waits for ever: one for each transfer of
-        the rank whose peer does not start the matching transfer.
+        """Yields findings (faults) about rank `i`, which waits for ever: one for each of its
+        transfers that the peer does not match.
 
         Each finding is paired with a flag. The flag is True if the peer starts enough matching
         transfers elsewhere in its program. Then the two ranks only disagree on the order.

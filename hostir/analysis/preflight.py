@@ -78,12 +78,14 @@ def check_before_run(
     - `values` maps the symbols of the inputs to numbers.
     - `given` are the results for which the caller passes buffers.
 
-    A check that has passed is repeated only for another rank, another set `given`, or other values
-    of the scalars that decide which ops run. Two kinds of faults (`TOLERATED`) are ignored, because
-    programs built by hand may intend them: data that a rank stores at another position than the
-    shardings declare, and a program that does not end on the caller's stream. If a program has no
-    `Synchronize`, its caller must order the streams with the work before and after the run. If only
-    this order is missing, a `RuntimeWarning` says so instead of an error.
+    A passed check is repeated only for another `rank`, another set `given`, or other values of the
+    scalars that decide which ops run.
+
+    Two kinds of faults (`TOLERATED`) are ignored, because programs built by hand may intend them.
+    One is data that a rank stores at another position than the shardings declare. The other is a
+    program that does not end on the caller's stream. If a program has no `Synchronize`, its caller
+    must order the streams with the work before and after the run. If only this order is missing, a
+    `RuntimeWarning` says so instead of an error.
     """
     checks = _checked.get(program)
     if checks is None:
@@ -141,9 +143,9 @@ def findings(
 
 
 def _once(found: Iterable[Finding]) -> list[Finding]:
-    """Removes findings (faults) that were reported twice. If an op uses an index that is out of
-    range, the check of a single rank reports the op, and the check of all ranks reports the op
-    again. Only the report of the check of all ranks is kept.
+    """Removes findings (faults) that were reported twice: by the check of a single rank, and by the
+    check of all ranks. For example, both report an index that is out of range. Only the report of
+    the check of all ranks is kept.
     """
     found = list(found)
     known = {f.sites[0][0] for f in found if f.kind == OUT_OF_RANGE_ON_RANKS}
@@ -179,9 +181,9 @@ def first_of_each_class(
     """Divides the ranks into classes that would have the same races, and returns the first rank of
     each class. Only these ranks need a check for races.
 
-    Two ranks are in one class if all scalars of the program have equal values on both, and if both
-    are in the same meshes and are roots of the same collectives. `values` maps the symbols of the
-    inputs to numbers.
+    All scalars of the program have equal values on all ranks of a class. These ranks are also in
+    the same meshes, and are roots of the same collectives. `values` maps the symbols of the inputs
+    to numbers.
     """
     walk_of_all = _RankClasses(program, ranks, dict(values))
     walk_of_all.run(program.ops)
@@ -235,8 +237,9 @@ class _RankClasses(Walk[PerRank]):
             self.split(self.domain.value(x))
 
     def on_op(self, op: Op) -> None:
-        """Handles an op in one loop iteration. Divides the classes of equal ranks by the scalars of
-        the op that depend on the rank, and by which rank is the root of a collective.
+        """Handles an op in one loop iteration. Divides the classes of equal ranks further: ranks on
+        which a scalar of the op has different values get different classes, and so does the root of
+        a collective.
         """
         self.on_region(op)
         if isinstance(op, Communication) and op.root is not None:

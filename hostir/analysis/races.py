@@ -546,10 +546,10 @@ class RaceWalk(Walk[Number], Reports):
                     self._race(read, use, buffer)
 
     def _check_shared(self, one: Reads | Writes, other: Writes, site: Site) -> None:
-        """Reports an op whose result overwrites an operand, or another result, in a way that the op
-        does not allow.
+        """Reports an op whose result overwrites an operand or another result, although the op does
+        not allow that they share memory.
 
-        `one` is the effect on the operand or the other result, and `other` the effect on the
+        `one` is the op's effect on the operand or the other result, and `other` the effect on the
         result.
         """
         if not (self._takes_part(one) and self._takes_part(other)):
@@ -755,11 +755,12 @@ APPLY: dict[type, Callable[[RaceWalk, Any, Site], None]] = {
 
 
 def is_slot(one: Box, other: Box, place: int, members: int) -> bool:
-    """Returns whether the smaller of two boxes is slot number `place` of the larger box, so that a
-    member of a team may keep its operand in its own slot of a collective's result.
+    """Returns whether one box is slot number `place` of the other, larger box. A member of a team
+    may keep its operand in its own slot of a collective's result.
 
     A box is a range of indices along each axis of a buffer. The larger box consists of `members`
-    equal slots along one axis, one for each member of the team.
+    equal slots along one axis, one for each member of the team. The boxes may be passed in either
+    order.
     """
     small, large = sorted((one, other), key=lambda box: [n for _, n in box])
     cut = [k for k, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]

@@ -425,9 +425,12 @@ class InFlight(Generic[G]):
 
 
 class EffectState(Generic[G]):
-    """The state that stream and communication ops change during a walk or run: the current stream,
-    the open group (sends and receives that will start together), and the communications in flight
-    (started, with no `Wait` so far)."""
+    """The state that stream and communication ops change during a walk or run. It consists of:
+
+    - the current stream;
+    - the open group: sends and receives that will start together;
+    - the communications in flight: started, with no `Wait` so far.
+    """
 
     def __init__(self, streams: StreamState[Any]) -> None:
         self.streams = streams

@@ -248,9 +248,12 @@ def _check_sizes(
 
 
 def device_cuts(tv: TensorView, position: int) -> set[ParallelType]:
-    """Returns the parallel types that split one axis of `tv`: mesh dimensions (such as `mesh_x`),
-    and the type `stream` if the iterations of a loop compute the axis block by block. `position` is
-    the index of the axis, not counting reduction axes."""
+    """Returns the parallel types by which one axis of `tv` is divided. A mesh dimension, such as
+    `mesh_x`, means that devices divide the axis. The type `stream` means that the iterations of a
+    loop do, each of which computes one block.
+
+    `position` is the index of the axis, not counting reduction axes.
+    """
     return {cut.ptype for cut in placement(tv)[position]}
 
 

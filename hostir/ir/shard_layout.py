@@ -47,9 +47,11 @@ def held_nbytes(tv: TensorView, shape: Sequence[int]) -> int:
 
 
 def allocated_strides(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides, in elements, of the axes of `tv` (in the order of its shape) when a
-    shard (the part of a tensor that a rank stores) of these `sizes` is newly allocated. The strides
-    follow the declared memory order. Expanded axes have stride 0.
+    """Returns the strides, in elements, of a newly allocated shard of `tv`. A shard is the part of
+    a tensor that a rank stores, and `sizes` is its shape.
+
+    The strides are in the order of the shape, and follow the declared memory order. Expanded axes
+    have stride 0.
     """
     return memory_layout.dense_strides_of(tv, [max(n, 1) for n in sizes])
 

@@ -304,8 +304,8 @@ class _Checker:
                 raise VerifyError(words(op, a, b, is_read=is_read))
 
     def _views(self, tv: TensorView) -> list[TensorView]:
-        """Returns those views through which `tv` refers to its buffer that permute axes. (`tv` may
-        be a view of a view, and so on.)
+        """Follows `tv`, which may be a view of a view and so on, to its buffer. Returns those of
+        the views on the way that permute axes.
 
         If two tensors in one buffer have equal lists, elements with the same index have the same
         address. An op may then compute one tensor in place of the other.
@@ -411,9 +411,9 @@ class _Checker:
         }
 
     def _no_view_left(self) -> None:
-        """Raises `VerifyError` if the region (loop body, branch or program) that has just ended has
-        made, but not deallocated, a view of the parts (shards) of a tensor that several ranks
-        store.
+        """Called at the end of a region (loop body, branch or program). Raises `VerifyError` if the
+        region has made a view of other ranks' shards (parts of a tensor) and has not deallocated
+        the view.
         """
         for view in self.views.keys() - self.outer_views:
             self.at = self.views[view]
@@ -578,8 +578,8 @@ class _Checker:
 
     def _not_in_view(self, tv: TensorView, what: str) -> None:
         """Raises `VerifyError` if other ranks can read the buffer of `tv` while the current op
-        runs, through a view of the parts (shards) of a tensor that several ranks store. `what` is
-        the word in the message for how the op uses `tv`, such as `written`.
+        runs, because a view shows the shards (parts of a tensor) of several ranks as one tensor.
+        `what` is the word in the message for how the op uses `tv`, such as `written`.
         """
         for view, op in self.views.items():
             if self.storage.root(view) is self.storage.root(tv):
@@ -598,8 +598,8 @@ class _Checker:
             shown = self.storage.shown_by(shown)
 
     def _not_in_flight(self, tv: TensorView, *, is_write: bool) -> None:
-        """Raises `VerifyError` if a communication that has started, but has not been waited for,
-        uses the buffer of `tv`, so that the current op must not use the buffer.
+        """Raises `VerifyError` if a communication in flight (started, with no `Wait` so far) uses
+        the buffer of `tv`, so that the current op must not use it.
 
         If `is_write` is False, the op reads `tv`, which conflicts only with a communication that
         writes the buffer. Communications that started in only one branch are not checked. Parts of

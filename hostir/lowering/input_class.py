@@ -46,8 +46,8 @@ class InputClass:
     - `sizes`: the sizes of the inputs for which the class was created.
     - `layouts`: the memory layout of each input. None for a scalar, and for a tensor whose declared
       memory order contains split or merged axes.
-    - `repeated`: per input, the indices of the axes that have stride 0 (all indices share one
-      element in memory), although the declaration of the input does not say so.
+    - `repeated`: for each input, the axes with stride 0 that are not declared as such. Along these
+      axes, all indices share one element in memory.
     - `device`: the kind of device, `cuda` or `cpu`.
     - `knows_rows`: whether `key` depends on the number and length of the rows that the fusion
       reduces. If True, inputs with other row lengths may need another program, because schedulers
@@ -135,8 +135,9 @@ class Classifier:
 
 
 def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
-    """Gives every tensor input of `fusion` the memory layout that the input has in `input_class`, a
-    class of inputs that share one compiled program. The fusion is changed in place.
+    """Gives every tensor input of `fusion` the memory layout of the inputs in `input_class`. (The
+    inputs of one class have equal layouts, and share one compiled program.) The fusion is changed
+    in place.
 
     Returns the numbers (ids) of the axes that have stride 0 in the inputs of this class. Memory has
     only one element along such an axis.

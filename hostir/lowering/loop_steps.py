@@ -85,9 +85,9 @@ class LoweringState:
     def of(
         cls, fusion: Fusion, loops: StreamLoops, params: LowerParams, backend_name: str
     ) -> LoweringState:
-        """Returns the state before the first segment of `fusion` is lowered. (A segment is a part
-        of the fusion that runs as one unit, such as a kernel.) The host program already has its
-        tensors, but no ops.
+        """Returns the state of the host program before the first segment of `fusion` is lowered: it
+        has all its tensors, but no ops. A segment is a part of the fusion that runs as one unit,
+        such as a kernel.
         """
         # The program has copies of the tensors, so that changes do not affect the fusion.
         values, twins = fusion.copy()
@@ -183,7 +183,7 @@ class LoopContext:
         iterations of a stream loop run on different streams, and each computes one block of a
         tensor.
 
-        Raises `UnsupportedError` if the option `offset_by_rank` demands that each device begins
+        Raises `UnsupportedError` in one case: by the option `offset_by_rank`, each device begins
         with its own block, but some ops need the same block on all devices in each iteration.
         """
         entry, values, params = program.next_stream(), program.values, program.params
@@ -365,7 +365,8 @@ class OperandSlicer:
 
     def operand(self, op: TensorOp, index: int) -> TensorView:
         """Returns the tensor that one iteration of the stream loop (its iterations run on different
-        streams) reads for the operand number `index` of `op`: a part, or the whole operand.
+        streams) reads as an operand of `op`: a part of the operand, or the whole operand. `index`
+        is the number of the operand.
         """
         v = op.inputs[index]
         found = self.part(v) if is_in_step(op, index) else self._program.twins[v]
@@ -560,9 +561,10 @@ def only_element(tv: TensorView, position: int, into: list[Op]) -> TensorView:
 
 
 def rows_or_columns(op: TensorOp) -> list[ParallelType]:
-    """Returns the stream axes along which one iteration of a stream loop (its iterations run on
-    different streams) computes one row or one column of each matrix of a batch. Returns an empty
-    list if `op` is not a matmul or linear op on a batch of matrices.
+    """Returns the stream axes that divide the rows or the columns of each matrix of a batch, so
+    that one iteration of a stream loop computes one row or column of each matrix. (The iterations
+    run on different streams.) Returns an empty list if `op` is not a matmul or linear op on a batch
+    of matrices.
 
     Views of operands and result must keep these axes, with one element. Without these axes, an
     operand would have the shape of a single matrix or of a different batch.
@@ -633,9 +635,12 @@ def _takes_whole(op: TensorOp) -> bool:
     """Whether `op` may need more of an operand than the part that one iteration of a stream loop
     (its iterations run on different streams) uses. The whole operand must then be stored.
 
-    True for views, which are made of the whole tensor before the loop. True for copies that mark a
-    border between kernels. True for ops of which one iteration computes one row or column of each
-    matrix of a batch, because their operands are parts of the whole tensors.
+    True for three kinds of ops:
+
+    - a view, which is made of the whole tensor before the loop;
+    - a copy that marks a border between kernels;
+    - a matmul or linear op of which one iteration computes one row or column of each matrix of a
+      batch (`rows_or_columns`), because its operands are parts of the whole tensors.
     """
     is_border = isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
     is_view = isinstance(op, VIEW_OPS) and not is_copy(op)

@@ -150,8 +150,8 @@ class SegmentLowering:
         self.ops[before:] = (op.located(segment.line) for op in self.ops[before:])
 
     def update_inputs(self, lines: Mapping[TensorView, str]) -> None:
-        """Adds the updates of inputs: copies each output that updates an input into that input,
-        unless a kernel computed the output in the input's buffer.
+        """Adds ops that copy each output that updates an input into this input. No copy is needed
+        if a kernel has computed the output in the input's buffer.
 
         The copies are the last ops of the program, because earlier ops may read the old values.
         `lines` maps an output to the line of the user's code that defines it, for messages about

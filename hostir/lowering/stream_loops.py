@@ -511,7 +511,8 @@ class StreamLoopBuilder:
     allocations, the loop, and the waits between streams. Segments are kernels and the ops between
     kernels.
 
-    The ops before the loop and in each iteration (step):
+    The table has the ops before the loop, and the ops in each iteration (step). `part` is the part
+    of a tensor that one iteration computes:
 
         kernel          before: ALLOCATE of its results       step: LaunchKernel of the parts
         library op      before: ALLOCATE of its result        step: the op of the parts

@@ -331,8 +331,8 @@ class CuptiWatch(HostWatch):
 
         - `strangers`: the kernels and copies that were launched in no range of a step.
         - `shift`: the seconds to add to the profile's clock to get the host's clock.
-        - `doubtful`: the number of kernels and copies for which the profile says in two ways in
-          which range they were launched, and the two disagree.
+        - `doubtful`: the number of kernels and copies whose range is doubtful, because two entries
+          of the profile contradict each other.
         """
         lost = [
             a
@@ -395,8 +395,8 @@ class Profile:
     """The contents of an exported profile of torch.profiler: ranges on the host, and activities on
     the device, each sorted by their begin.
 
-    `doubtful` is the number of activities for which the profile says in two ways in which range
-    they were launched, and the two disagree.
+    `doubtful` is the number of activities whose range is doubtful, because two entries of the
+    profile contradict each other.
     """
 
     ranges: list[Range]

@@ -280,8 +280,8 @@ MAX_PROGRAMS = 16
 
 
 class UnitEvaluator(Protocol):
-    """The interface of the object that runs the compiled program of a host unit, a fusion that
-    another host program runs as a separate program.
+    """The interface of the object that runs a host unit: a fusion that another host program runs,
+    and that is compiled to a separate program.
     """
 
     def run_as_agreed(
@@ -345,8 +345,8 @@ class UnitRunner:
             write(out, value)
 
     def size(self) -> int:
-        """Returns how many compiled programs of this host unit (a fusion that another host program
-        runs) are kept, one per class of inputs that can share a program.
+        """Returns the number of compiled programs that are kept of this host unit, a fusion that
+        another host program runs. There is one for each class of inputs that can share a program.
         """
         return self._by_class.size()
 

@@ -477,13 +477,13 @@ class Replays:
         return tuple(key)
 
     def _own_vote(self, key: Hashable) -> int:
-        """Returns the number that this rank sends in the vote before a run, in which all ranks
+        """Returns the number that this rank sends in the vote before a run. By the vote, all ranks
         choose a CUDA graph together, or none.
 
         The number stands for `key`, the values (such as tensor addresses) that this rank's graph
-        cannot replace. It is STEP_BY_STEP, a vote for no graph, in one case: the ranks have not yet
-        chosen a graph for `key`, and this rank can capture none now, because other threads run
-        programs.
+        cannot replace. In one case it is STEP_BY_STEP, a vote for no graph: if the ranks have not
+        yet chosen a graph for `key`, and other threads run programs now, so that this rank can
+        capture no graph.
         """
         number = self._number(key)
         if number in self._agreed or not (others := USERS.others()):
@@ -509,10 +509,10 @@ class Replays:
     def _consider(self, key: Hashable, slots: Slots) -> _Captured | None:
         """Captures a CUDA graph for runs with this key, if such runs are frequent enough.
 
-        `key` identifies runs that can share a graph. It has the values that a graph cannot replace,
-        such as tensor addresses, or the numbers by which the ranks voted for a graph. Returns None
-        if no graph is captured, because there were too few such runs, or because this rank or
-        another rank cannot capture.
+        Runs with equal keys can share a graph. `key` has the values that a graph cannot replace,
+        such as tensor addresses. If ranks vote, it has the numbers that all ranks have sent.
+        Returns None if no graph is captured, because there were too few such runs, or because this
+        rank or another rank cannot capture.
         """
         if self.why_not:
             return None

@@ -299,10 +299,10 @@ class ProgramEvaluator:
         """Whether each input that the program updates in place has memory that no other input
         shares.
 
-        If the result is False, an input that shares memory with an updated one must be copied
-        before a run, because the update would change its elements. `signature` is a key of the
-        inputs' layouts, by which the last answer is cached. Raises `InputError` if two updated
-        inputs share memory, because one update would be lost.
+        Otherwise, the update would change elements of another input. That input must be copied
+        before a run. `signature` is a key of the inputs' layouts, by which the last answer is
+        cached. Raises `InputError` if two updated inputs share memory, because one update would be
+        lost.
         """
         return self._updates is None or self._updates.are_apart(inputs, signature)
 

@@ -1323,9 +1323,9 @@ def local_shape_of(tv: TensorView) -> Sequence[Scalar]:
 def _drop_axes(operands: tuple[list[Any], list[Any]], dropped: Dropped) -> None:
     """Inserts axes of extent 1 into tensors that lack some axes of the kernel that will use them.
 
-    An axis is lacking if the op `HirAliasSelect` has selected one element along the axis and has
-    dropped it from the tensor, but the kernel was compiled with the axis. `operands` is (operands,
-    results), two lists that are changed in place. `dropped` has the lacking axes of each tensor.
+    The op `HirAliasSelect` makes such a tensor: it selects one element along an axis, and drops the
+    axis. But the kernel was compiled with the axis. `operands` is (operands, results), two lists
+    that are changed in place. `dropped` has the lacking axes of each tensor.
     """
     for values, axes in zip(operands, dropped, strict=True):
         for k, gone in axes.items():

@@ -469,10 +469,8 @@ def overlaps_itself(x: torch.Tensor) -> bool:
 
 @record
 class _Exact:
-    """A scalar operand of an op that must be representable in the dtype of the op's result, because
-    the op would otherwise compute with another number.
-
-    `dtype` is the dtype of the result.
+    """A scalar operand of an op that must be representable in `dtype`, the dtype of the op's
+    result. Otherwise the op would compute with another number than the user passed.
     """
 
     scalar: Scalar
@@ -516,11 +514,11 @@ class ExactNumbers:
                 raise self._refusal(exact, problem, values)
 
     def check_of(self, values: Mapping[Symbol, Number]) -> Callable[[Sequence[Any]], None]:
-        """Returns a function that checks the scalar inputs of later calls: the scalar operands that
-        depend on them must be representable in the dtypes of the ops' results.
+        """Returns a function that makes the same check as `check` for later calls with inputs of
+        the same sizes.
 
-        The function takes the list of a call's inputs, which have the same sizes as the first
-        inputs. `values` has the values of symbols for the first inputs.
+        The function takes the list of a call's inputs. `values` has the values of symbols for the
+        first inputs; later calls may pass other scalars.
         """
         known = dict(values)
         positions = {v: i for i, v in self._inputs}

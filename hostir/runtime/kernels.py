@@ -102,8 +102,8 @@ class StepKernels:
         sizes: Sizes,
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Returns the kernel launch for the part of the tensors that a loop iteration computes, as
-        data that later runs can repeat on tensors of equal layouts.
+        """Returns the kernel launch for one loop iteration, which computes one part of the tensors.
+        The launch is data that later runs can repeat on tensors of equal layouts.
 
         Returns None if all results are empty. See `KernelRunner.launch_for` for `device`.
         """

@@ -221,8 +221,8 @@ class _BufferUses(Walk[None]):
         return tv, tuple(parts)
 
     def check(self, tv: TensorView, x: TensorView, *, is_same: bool) -> None:
-        """Raises `InputError` if a buffer that the caller passes for a result shares memory with an
-        input, and the program would read the input after it was overwritten.
+        """Raises `InputError` if the program would read an input after it has overwritten it,
+        because the caller passes a buffer for a result that shares memory with this input.
 
         The buffer is for the result `tv`, and the input is `x`. `is_same` is whether the buffer has
         the same address, shape and strides as `x`.

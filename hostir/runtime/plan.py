@@ -131,8 +131,8 @@ class Plan:
     - `outputs`: the slots of the outputs.
     - `made`: by slot, the allocations of buffers that are still used after a run. A run makes these
       allocations before the steps.
-    - `by_steps`: the slots of `made` that need no allocation in runs without a CUDA graph, because
-      a step can store a new tensor of torch there.
+    - `by_steps`: some slots of `made`. In a run without a CUDA graph, a step stores a new tensor of
+      torch there, so that no allocation is needed.
     - `blocks`: the buffers that are stored in an arena, the memory of intermediates, of `nbytes`
       bytes.
     - `records`: whether torch would record gradients, because a torch call may read an input that

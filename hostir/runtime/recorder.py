@@ -64,8 +64,8 @@ class Listener(Protocol):
     """
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Takes the steps (parts of the op's work that later runs repeat) that the recorder has
-        recorded for `op`; the list may be empty.
+        """Called after the steps of `op` (the parts of its work that later runs repeat) have been
+        recorded. `steps` are these steps; there may be none.
 
         The last step does the work of the op, and earlier steps prepare that work.
         """
@@ -203,10 +203,11 @@ class Recorder:
     ) -> None:
         """Allocates the buffer of `tv` for this run, and records how later runs allocate it.
 
-        The buffer's layout and the time of its allocation are recorded, because `finish` may place
-        the buffer in the arena (the memory of intermediates), which needs no allocation. A buffer
-        outside of the arena is allocated at the beginning of each run, or by a step of its own if
-        its memory depends on the stream, the loop iteration or other ranks.
+        `finish` decides later whether the buffer is in the arena (the memory of intermediates), so
+        that runs need not allocate it. For this decision, the buffer's layout and the time of its
+        allocation are recorded. Any other buffer is allocated at the beginning of each run. But it
+        is allocated by a step of its own if its memory depends on the stream, the loop iteration or
+        other ranks.
         """
         self._now.allocate(tv, slot, shape, is_cleared=is_cleared)
         made, clear = self.frame.tensors[tv], _clearing(slot) if is_cleared else None
@@ -364,8 +365,8 @@ class Recorder:
 
         - Buffers whose position in the list of a run's values is in `left`, because new tensors of
           torch replace them.
-        - Buffers with a use that is not ordered with the stream on which runs begin, because the
-          next run on that stream uses the same arena.
+        - Buffers that work on other streams may use before the run's first work, or after its last
+          work, on the stream on which runs begin. The next run on that stream uses the same arena.
         """
         is_within = self._order.is_within
         kept = [i for i in self._blocks if i in self._lifetimes and i not in left]
@@ -395,8 +396,8 @@ class Recorder:
         return (*made, *never)
 
     def _make(self, tv: TensorView, block: Block) -> Allocation:
-        """Returns the allocation of the buffer of `tv` by each run, outside of the arena, which is
-        the memory that runs share for intermediates.
+        """Returns the step by which each run allocates the buffer of `tv`, if the buffer is not in
+        the arena, the memory that runs share for intermediates.
 
         `block` describes the buffer.
         """

@@ -148,8 +148,8 @@ class Binding:
         return lambda slots: slots[slot]
 
     def address(self, slot: int) -> Callable[[Slots], int]:
-        """Returns a function that takes the list of a run's values and returns a memory address:
-        that of the first element of the tensor in `slot`, a position in the list.
+        """Returns a function that takes the list of a run's values, and returns the memory address
+        of the tensor in `slot`. A slot is a position in the list.
 
         If `slot` is -1, there is no tensor and the address is 0.
         """
@@ -293,8 +293,8 @@ class TwoPhaseStep:
         return self.later
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns the function that carries out this step in a run: it does the work as the first
-        run does it, and then makes the cheaper step of later runs.
+        """Returns the function that carries out this step in the first run. It does the work, and
+        then makes the cheaper step that later runs use.
         """
 
         def run(slots: Slots) -> None:
@@ -766,8 +766,8 @@ def shows_shards(
 
 
 def meets_at(op: SymmetricContiguousView, machine: ExecutionContext) -> Action:
-    """Returns the recorded step in which all ranks wait until each has finished with the view that
-    `op` made of their parts (shards) of a tensor. Only then may a rank free its shard.
+    """Returns the recorded step in which a rank waits until all ranks have finished with the view
+    that `op` made of their shards (parts of one tensor). Only then may a rank free its shard.
     """
     return Action(lambda slots: meet_at(op, machine))
 
@@ -788,10 +788,10 @@ def announcer(op: Op, machine: ExecutionContext) -> Callable[[Find], None] | Non
     """Returns a function that writes a dump line when the communication `op` starts. The caller
     calls the returned function in each run.
 
-    The argument of the returned function is a function that maps a tensor to this rank's shard (the
-    part that it stores), or to None. If another library carries out the communication than the one
-    that the op names, the line also names that library. Returns None if `op` is no communication,
-    or if `FUSER_DUMP=communication` is not set.
+    The returned function takes another function, which maps a tensor to this rank's shard (the part
+    that it stores), or to None. If another library carries out the communication than the one that
+    the op names, the line also names that library. Returns None if `op` is no communication, or if
+    `FUSER_DUMP=communication` is not set.
     """
     if not (isinstance(op, StartsCommunication) and (op.inputs or op.outputs)):
         return None

@@ -710,10 +710,13 @@ class LibraryKernels:
         """Whether the project's own kernel can scatter `src` into `out` (see `scatter`). If it
         cannot, the caller uses torch's scatter.
 
-        Returns False if a tensor is not contiguous, if `index` is empty, if `index` and `out`
-        differ in size along an axis other than `dim`, or if the kernel does not support the element
-        size of `out`. `src` is None if one number is scattered; otherwise the result is also False
-        if `src` and `index` differ in shape.
+        Returns False in these cases:
+
+        - A tensor is not contiguous, or `index` is empty.
+        - `index` and `out` differ in size along an axis other than `dim`.
+        - `src` is a tensor whose shape is not that of `index`. (`src` is None if one number is
+          scattered.)
+        - The kernel does not support the element size of `out`.
         """
         pairs = enumerate(zip(out.shape, index.shape, strict=True))
         is_plain = out.is_contiguous() and index.is_contiguous() and index.numel() > 0

@@ -159,7 +159,7 @@ class Deallocate(HostOp):
 @dataclass(frozen=True)
 class KernelGroup:
     """A kernel of a host program: its number, the fusion that it computes, and the name of the
-    scheduler (the automatic choice of loops and threads) that accepts the fusion.
+    scheduler that accepts the fusion. A scheduler chooses the loops and threads of a kernel.
 
     All inputs and outputs of the fusion are in global memory.
     """

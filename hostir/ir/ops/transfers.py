@@ -68,8 +68,8 @@ TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 @dataclass(frozen=True)
 class AxisOrder:
-    """The memory order of the axes of a local shard, the part of a tensor that one rank stores:
-    which axis is outermost in memory, and which is contiguous.
+    """The order in which the axes of a local shard are stored in memory, from the outermost axis to
+    the contiguous one. A shard is the part of a tensor that one rank stores.
 
     `axes` are axis indices, outermost first; None if the axes have the same order in memory as in
     the shape. `expanded` are the indices of expanded axes, along which memory holds only one
