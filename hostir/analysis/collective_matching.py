@@ -252,12 +252,13 @@ class MatchingWalk(Walk[PerRank]):
         return self.teams[of]
 
     def _comes(self, movement: Movement, site: Site) -> tuple[Teams, Array]:
-        """Returns the ranks that take part in a communication. The first result are its teams:
-        groups of ranks that communicate with each other. The second is an array of bools, True for
-        the ranks that run the op and are in a team.
+        """Returns the ranks that take part in `movement`, a communication. The first result are its
+        teams: groups of ranks that communicate with each other. The second is an array of bools,
+        True for the ranks that run the op and are in a team.
 
-        Also reports a team that does not fit the tensors. If only some members of a team run the
-        op, sets `is_uneven`: the ranks must then be followed one by one after the walk.
+        Also reports a team that does not fit the tensors; `site` is the op, for the report. If only
+        some members of a team run the op, sets `is_uneven`: the ranks must then be followed one by
+        one after the walk.
         """
         if movement not in self.entered:
             team = movement.team
@@ -276,8 +277,8 @@ class MatchingWalk(Walk[PerRank]):
         return teams, here
 
     def _check_meshes(self, movement: Movement, team: TeamOf, site: Site) -> None:
-        """Reports a communication whose team has other ranks, or another arrangement of ranks, than
-        the mesh of the communicated tensors.
+        """Reports a communication, `movement`, whose team has other ranks, or another arrangement
+        of ranks, than the mesh of the tensors that it moves. `site` is the op, for the report.
         """
         meshes = {tv.mesh for tv in movement.tensors if tv.mesh is not None}
         held = {r for mesh in meshes for r in mesh.devices}
@@ -815,8 +816,8 @@ def _lies(
 
 
 def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int]) -> Wrong | None:
-    """Checks a collective that gathers or reduces: on all members of a team, the parts of the
-    tensor must begin at the same position. `part` has the elements on each rank, and `here` has
+    """Checks a collective, `met`, that gathers or reduces: on all members of a team, the parts of
+    the tensor must begin at the same position. `part` has the elements on each rank, and `here` has
     True for the ranks to check.
 
     Returns None if all is right. Otherwise returns (message that names two members with different
@@ -835,8 +836,11 @@ def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int
 
 
 def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> Wrong | None:
-    """Checks an all-to-all: piece k of member i's input must arrive as piece i of member k's
-    output. Returns None if all is right. Otherwise returns (message, array of the wrong ranks, "").
+    """Checks an all-to-all, `met`: piece k of member i's input must arrive as piece i of member k's
+    output. `inp` and `out` have the elements of input and output on each rank, and `here` has True
+    for the ranks to check.
+
+    Returns None if all is right. Otherwise returns (message, array of the wrong ranks, "").
     """
     teams, count = met.teams, met.teams.members.shape[1]
     for shift in range(0, count, -(-count // _MAX_PARTNERS)):

@@ -155,8 +155,8 @@ def _once(found: Iterable[Finding]) -> list[Finding]:
 def ranks_to_look_at(
     program: HostIrContainer, values: Mapping[Symbol, Number], ranks: Sequence[int]
 ) -> tuple[Sequence[int], int]:
-    """Returns the ranks on which `findings` looks for races, and the number of classes of ranks.
-    Ranks of one class run the same ops on the same sizes, so only one rank of each class is
+    """Returns those of `ranks` on which `findings` looks for races, and the number of classes of
+    ranks. Ranks of one class run the same ops on the same sizes, so only one rank of each class is
     checked.
 
     If there are more than `MAX_RANKS` classes, only some of the classes are checked.

@@ -138,10 +138,12 @@ def _number(ops: Sequence[Op], line: int, found: dict[int, int]) -> int:
 
 
 def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
-    """Returns the text of the findings (faults) of a check, as part of an error message.
+    """Returns the text of the findings (faults) of a check, as part of an error message. `program`
+    is the program that was checked.
 
-    Findings that one wait would repair are grouped: the first one is shown in full, each other one
-    in one line. At most `MAX_SHOWN` groups are shown, and the number of further groups is stated.
+    Several findings that the same wait would repair form a group: the first one is shown in full,
+    each other one in one line. At most `MAX_SHOWN` groups are shown, and the number of further
+    groups is stated.
     """
     alike: dict[object, list[Finding]] = {}
     for finding in findings:

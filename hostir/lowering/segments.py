@@ -95,7 +95,7 @@ def lower(
 def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segment]]:
     """Returns the segments in run order, in groups. All segments that one stream loop (its
     iterations run on different streams) computes are one group. Any other segment is a group of its
-    own.
+    own. `loops` are the stream loops of the fusion.
 
     A group comes after all groups that compute its inputs.
     """
@@ -259,8 +259,9 @@ class SegmentLowering:
 def _in_place_outputs(
     program: LoweringState, segments: Sequence[Segment]
 ) -> dict[TensorView, TensorView]:
-    """Maps each output that a kernel may write directly into the buffer of an input to this input.
-    Only outputs that update an input are considered."""
+    """Returns the outputs that a kernel may write directly into the buffer of an input, each with
+    this input. Only outputs that update an input are considered.
+    """
     aliases = program.values.aliases
     original = {twin: tv for tv, twin in program.twins.items()} if aliases else {}
     counts = Counter(a.out for a in aliases)

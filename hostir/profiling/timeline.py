@@ -494,10 +494,12 @@ def stream_track(stream: int) -> int:
 
 
 def titles(process: int, title: str, tracks: Mapping[int, str], *, place: int) -> list[Event]:
-    """Returns the events of a timeline file that name one process and its tracks.
+    """Returns the events of a timeline file that name one process and its tracks. In the file, a
+    process is a rank of the job and a track is a stream.
 
-    In the file, a process is a rank of the job and a track is a stream. The viewer shows processes
-    in the order of `place`, and the tracks of a process in the order of their numbers.
+    `process` is the number of the process, and `title` its name. `tracks` maps the number of each
+    track to its name. The viewer shows processes in the order of `place`, and the tracks of a
+    process in the order of their numbers.
     """
 
     def note(kind: str, track: int, args: dict[str, object]) -> Event:

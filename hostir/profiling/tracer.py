@@ -214,8 +214,9 @@ def ways_to_time(
     """Returns functions that make timers (`HostWatch` objects) for a device, in the order in which
     they are tried.
 
-    `source` is the user's choice of the source of times. Raises `InputError` for a source that the
-    device does not have. Raises `UnsupportedError` for CUPTI on simulated ranks.
+    `source` is the user's choice of the source of times, such as "events" or "auto". Raises
+    `InputError` for a source that the device does not have. Raises `UnsupportedError` for CUPTI on
+    simulated ranks, the threads of one process, because CUPTI cannot tell their work apart.
     """
     known = _SOURCES.get(device.type, ("auto", "host"))
     if not isinstance(source, str) or source not in known:

@@ -167,8 +167,8 @@ def permute(
 ) -> Work:
     """Sends `inp` to rank `peers[0]` and receives `out` from rank `peers[1]`, as the op `op` says.
 
-    If both peers are this rank, copies `inp` to `out`. Returns the handle of the communication, for
-    which the program's `Wait` op waits. `team` has all ranks that take part.
+    `rank` is this rank. If both peers are this rank, copies `inp` to `out`. Returns the handle of
+    the communication, for which the program's `Wait` op waits. `team` has all ranks that take part.
     """
     sent, received = both = halves(op, peers, inp, out)
     if peers == (rank, rank):
@@ -204,10 +204,11 @@ def transfer(
 def exchange(
     op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
 ) -> Work:
-    """Starts several sends and receives together, and returns the handle of the communication, for
-    which the program's `Wait` op waits.
+    """Starts several sends and receives (`transfers`) together, and returns the handle of the
+    communication, for which the program's `Wait` op waits.
 
-    `op` is the op of the program that needs these transfers. `team` has the ranks of the program.
+    `op` is the op of the program that needs these transfers. `team` has the ranks of the program,
+    and `backend` carries out the transfers.
     """
     backend.where = op.where
     try:

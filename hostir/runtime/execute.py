@@ -1220,10 +1220,10 @@ class Immediate:
     def allocate(
         self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
     ) -> None:
-        """Allocates a buffer of this shape for `tv`, and stores it at the position `slot` of the
-        list of the run's values.
+        """Allocates a buffer of this `shape` for `tv`, and stores it at the position `slot` of the
+        list of the run's values. If `is_cleared`, the elements are set to zero.
 
-        If streams delay work (a test mode), the new buffer is filled with NaN. A read before the
+        If streams delay work (a test mode), any other buffer is filled with NaN. A read before the
         first write then shows in the results.
         """
         frame = self._frame

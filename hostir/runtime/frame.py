@@ -382,7 +382,8 @@ def new_buffer(
     device: torch.device,
     symmetric: Callable[[int], torch.Tensor],
 ) -> torch.Tensor:
-    """Allocates the buffer of `tv`, whose shard (part) on this rank has this shape.
+    """Allocates the buffer of `tv`, a tensor of `program`, on `device`. `shape` is the shape of its
+    shard (part) on this rank.
 
     `symmetric` is a function (bytes -> memory that other ranks can map), for tensors in such
     memory. Raises `OutOfMemoryError` if the allocation fails, whatever error torch raises.

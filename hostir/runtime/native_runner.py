@@ -226,11 +226,13 @@ def _others(
     stream: int,
     explain: Callable[[BaseException, Closure | None], NoReturn],
 ) -> Callable[[Slots], None]:
-    """Returns a function that carries out the recorded steps in Python, for a run for which no CUDA
-    graph fits.
+    """Returns a function with which the compiled runner (C code) lets Python carry out a run for
+    which it has no CUDA graph. The function captures a graph if such runs are frequent. Otherwise
+    it carries out the recorded steps one by one.
 
-    The compiled runner (C code) calls the function with the buffers that it has already allocated.
-    If Python allocated new buffers at other addresses, the next run would not find a graph, either.
+    It uses the buffers that the C code has already allocated. If Python allocated new buffers at
+    other addresses, the next run would not find a graph, either. `explain` raises the error of a
+    failed step.
     """
 
     def run(slots: Slots) -> None:
