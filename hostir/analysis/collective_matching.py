@@ -252,7 +252,7 @@ class MatchingWalk(Walk[PerRank]):
         return self.teams[of]
 
     def _comes(self, movement: Movement, site: Site) -> tuple[Teams, Array]:
-        """Returns the ranks that take part in `movement`, a communication. The first result are its
+        """Returns the ranks that take part in `movement`, a communication. The first result has its
         teams: groups of ranks that communicate with each other. The second is an array of bools,
         True for the ranks that run the op and are in a team.
 

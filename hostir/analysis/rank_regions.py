@@ -196,11 +196,11 @@ class Region:
 
 
 def joined(parts: Sequence[tuple[Array, Region | None]]) -> Region | None:
-    """Combines the elements of ranks that enter one collective in different ops into one `Region`
-    over all ranks.
+    """Returns one `Region` over all ranks, for a collective that ranks enter in different ops.
 
-    `parts` pairs an array of bools over ranks with the elements of these ranks. Returns None if
-    some elements are unknown, or if shapes, memory orders or strides differ.
+    `parts` has a pair for each op: an array of bools over ranks, True for those that enter in this
+    op, and the elements that they send or receive. Returns None if some elements are unknown, or if
+    shapes, memory orders or strides differ.
     """
     first = parts[0][1]
     every = [(ranks, r) for ranks, r in parts if r is not None]
@@ -226,11 +226,11 @@ def joined(parts: Sequence[tuple[Array, Region | None]]) -> Region | None:
 
 
 def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
-    """Combines the values of ranks that enter one collective in different ops into one value over
-    all ranks. The result is a number if the values of all ranks are equal, and otherwise an array
-    over ranks.
+    """Returns one value over all ranks, for a collective that ranks enter in different ops. The
+    result is a number if the values of all ranks are equal, and otherwise an array over ranks.
 
-    `parts` pairs an array of bools over ranks with the value on these ranks.
+    `parts` has a pair for each op: an array of bools over ranks, True for those that enter in this
+    op, and the value on these ranks.
     """
     first = parts[0][1]
     if not any(isinstance(x, np.ndarray) or (x is not first and x != first) for _, x in parts):

@@ -104,10 +104,10 @@ class _WatchedSlots(list[Any]):
 class CaptureBinding(Binding):
     """Turns the recorded steps of a program into functions that a CUDA graph can capture.
 
-    Meanwhile it collects the launched kernels in `kernels`, and the views in `origins`: for each
-    view, (the viewed tensor, offset in bytes). The address of a view can thus be computed when the
-    viewed tensor has moved. Tensors are identified by their slots, positions in the list of a run's
-    values.
+    It also collects the launched kernels in `kernels`, and the views in `origins`: for each view,
+    (the viewed tensor, offset in bytes). By this offset, the address of a view is computed if the
+    viewed tensor has moved since the capture. Tensors are identified by their slots, positions in
+    the list of a run's values.
     """
 
     maker: GraphMaker = field(kw_only=True)

@@ -135,8 +135,8 @@ def _why_not(plan: Plan) -> str:
 def steady(
     runner: ModuleType, plan: Plan, inputs: Sequence[Argument], around: Surroundings
 ) -> Steady | str:
-    """Returns a compiled runner, which repeats runs of `plan` (the recorded steps of a program) on
-    inputs like these in C.
+    """Returns a compiled runner, a C function that repeats runs of `plan` (the recorded steps of a
+    program) on inputs like `inputs`.
 
     The plan must have run on these inputs, on the current stream. If the compiled runner cannot
     repeat the plan now, returns the reason as text. `runner` is the C extension module, and

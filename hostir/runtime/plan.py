@@ -726,7 +726,8 @@ class Arenas:
 class Memory:
     """The memory that a definition keeps between its runs, in bytes.
 
-    - `needed`: the intermediates of one run, for the inputs so far that need the most memory.
+    - `needed`: the intermediates of one run. If runs had inputs of several sizes, this is the
+      largest number among them.
     - `shared`: the buffers that store intermediates and that other programs use, too. There is one
       buffer per stream and device, or several if runs on one stream are concurrent.
     - `own`: the buffers that only this definition uses, because other ranks map its memory.

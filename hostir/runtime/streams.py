@@ -344,8 +344,8 @@ class DelayedStreams(CpuStreams):
         self.join_mark(_Until(stream, self._queue(stream).given))
 
     def mark(self) -> object:
-        """Returns an entry for another stream's queue that waits for all work submitted to the
-        current stream so far.
+        """Returns an entry that another stream can append to its queue, to wait for all work
+        submitted to the current stream so far.
         """
         return _Until(self.current(), self._queue(self.current()).given)
 

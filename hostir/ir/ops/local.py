@@ -660,8 +660,8 @@ class StreamOp(HostOp):
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalars in the attributes of the op, in addition to its operands. For a stream op,
-        this is the number of the stream; the result is () for a stream with a name.
+        """The scalars that the op has besides its operands: the number of its stream. () if the
+        stream has a name.
         """
         return () if self.stream.index is None else (self.stream.index,)
 
