@@ -521,8 +521,8 @@ class MatchingWalk(Walk[PerRank]):
         return to
 
     def holds(self, tv: TensorView) -> Array:
-        """Returns an array of bools: whether each rank has a shard (part) of a tensor. These are
-        the ranks in the tensor's mesh, or all ranks if the tensor has no mesh.
+        """Returns an array of bools, True for each rank that has a shard (part) of a tensor: the
+        ranks in the tensor's mesh, or all ranks if the tensor has no mesh.
         """
         mesh = tv.mesh
         if mesh not in self.held:

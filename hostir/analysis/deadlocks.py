@@ -464,8 +464,8 @@ class _Follower:
 
 
 def _together(came: dict[PostedCollective, Array]) -> PostedCollective:
-    """Combines the ops in which the members of a team entered one collective into one
-    `PostedCollective`.
+    """Returns one `PostedCollective` for a collective that the members of a team entered in
+    different ops.
 
     `came` maps each op, with its data, to an array of bools: the members that entered the
     collective there.

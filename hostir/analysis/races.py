@@ -672,8 +672,8 @@ class RaceWalk(Walk[Number], Reports):
         - communications without a `Wait`;
         - a current stream that is not the caller's;
         - outputs that are not completely written;
-        - accesses of memory for which no stream waits before the memory is returned to the caller
-          or freed.
+        - reads and writes of memory that may still run when the memory is freed or returned to the
+          caller.
         """
         for communication in self.state.in_flight.values():
             assert communication.site is not None

@@ -247,14 +247,14 @@ def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
 
 @dataclass(frozen=True, slots=True)
 class ShardRegion(NamedRegion[PerRank, int]):
-    """The elements that a tensor, such as a slice, has of the shard of another tensor, its `owner`,
-    on all ranks at once. A shard is the part of a tensor that one rank stores.
+    """The part of a shard to which a slice or other view refers, on all ranks at once. A shard is
+    the part of a tensor that one rank stores.
 
-    - `owner`: the tensor whose shard holds the elements, for example the sliced tensor.
+    - `owner`: the tensor of which it is a view, whose shard holds the elements.
     - `extents`: for each axis of the owner, the indices of the whole tensor; None if unknown.
-    - `axes`: for each axis of the slice or other view, the same axis of the owner; None if a view
-      op created the axis.
-    - `shape`: the shape of the slice or other view.
+    - `axes`: for each axis of the view, the same axis of the owner; None if a view op created the
+      axis.
+    - `shape`: the shape of the view.
     - `by_rank`: whether the program selected the part by an index that depends on the rank.
     """
 

@@ -167,7 +167,7 @@ class Starts:
     (between `StartCoalescing` and `EndCoalescing`), the communication joins the group and starts
     when the group ends.
 
-    The communication uses the tensors that the op reads and writes until its `Wait` op has run.
+    Until its `Wait` op has run, the communication uses the tensors that this op reads and writes.
     """
 
     number: int

@@ -272,7 +272,7 @@ class _Checker:
 
     def _present(self, op: Op, effects: Sequence[Effect]) -> None:
         """Raises `VerifyError` if a rank has some, but not all, of the tensors that `op` uses. Such
-        a rank could not run the op, which does not communicate.
+        a rank could not run the op.
 
         Ops that start communications are exempt. Ops in branches are not checked, because only
         `hostir.analysis.races` knows which ranks reach them.

@@ -299,8 +299,8 @@ class RingEmitter:
         streams) copies from other ranks, one per iteration.
 
         If True, this rank's own block is not copied into `tv`. False if an op other than a matmul
-        reads `tv`. Also False without peer copies, for example with NCCL, because NCCL's kernels
-        would wait for that matmul.
+        reads `tv`. Also False without peer copies: NCCL transfers data by kernels, which would wait
+        for the matmul on this rank's own block.
         """
         uses = self._program.fusion.uses(tv)
         return (

@@ -3,9 +3,9 @@ plan is the list of recorded steps, such as kernel launches, that repeat a run.
 
 A graph contains the tensor addresses with which it was captured. There are two kinds of addresses:
 
-- Generated kernels: their addresses are replaced before a launch, if a tensor has moved.
-- Torch calls and communications: their addresses cannot be replaced, and form the *key* of a graph.
-  A plan has one graph per key, captured when a key recurs. Other runs go step by step.
+- Addresses that only generated kernels use are replaced before a launch, if a tensor has moved.
+- Addresses in torch calls and communications cannot be replaced, and form the *key* of a graph. A
+  plan has one graph per key, captured when a key recurs. Other runs go step by step.
 
 Outputs are new tensors in each run, as without graphs, so no result of an earlier run is
 overwritten. Intermediates are stored in the plan's arena, a buffer that its runs use one after
@@ -124,8 +124,8 @@ class CaptureBinding(Binding):
         return self.stream if stream is None else self.maker.stand_in(stream)
 
     def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
-        """Records that slot `out` is a view of slot `source`, which begins `nbytes` bytes after it.
-        Slots are positions in the list of a run's values.
+        """Records that slot `out` is a view of slot `source`, and begins `nbytes` bytes after the
+        start of the source. Slots are positions in the list of a run's values.
 
         Returns a function that makes the view in a run, by a call of `view`. The call is not
         recorded as a read of the source, because a view alone puts no address into the graph.

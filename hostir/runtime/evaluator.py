@@ -536,11 +536,10 @@ class ProgramEvaluator:
             return self._on_apart(inputs, lambda apart: self.walk(self.binder.frame(apart), None))
 
     def _on_apart(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
-        """Returns the outputs of `body`, called on inputs of which none shares memory with an input
-        that the program updates.
+        """Calls `body`, which runs the program, and returns its outputs.
 
-        `inputs` may share memory. An input that shares memory with an updated one is copied before
-        the call, so that the program reads its old values.
+        `inputs` may share memory. An input that shares memory with an input that the program
+        updates is copied first, and `body` gets the copy, so that the program reads the old values.
         """
         signature_of(inputs)  # raises for an input that is no dense tensor or number
         return body(inputs) if self._updates is None else self._updates.run(inputs, body)

@@ -218,8 +218,8 @@ class Frame:
         """Returns the handle in this run for `stream`, a stream of the program with a number or a
         name. The handle is a CUDA stream, or a name on the CPU.
 
-        Not for a name that the program has given to a stream by a `GetCurrentStream` op: the caller
-        looks up such a name among the run's values.
+        The caller never passes a name that the program has given to a stream by a
+        `GetCurrentStream` op, because such a name is looked up among the run's values.
         """
         if stream.index is None:
             return self.machine.streams.handle(stream.name)

@@ -291,12 +291,11 @@ def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...
 
 @contextmanager
 def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None]:
-    """Returns a context for a run, at whose end autograd is told which tensors the run has
-    overwritten.
+    """Returns a context for a run. When the context ends, autograd is told which tensors the run
+    has overwritten, even if the run has failed.
 
     `written` has the positions of these tensors in `tensors`. A later backward pass that needs an
-    old value raises an error, instead of using the new value. Autograd is told even if the run
-    fails.
+    old value raises an error, instead of using the new value.
     """
     try:
         yield

@@ -221,11 +221,11 @@ class _BufferUses(Walk[None]):
         return tv, tuple(parts)
 
     def check(self, tv: TensorView, x: TensorView, *, is_same: bool) -> None:
-        """Raises `InputError` if the program would read an input after it has overwritten it,
-        because the caller passes a buffer for a result that shares memory with this input.
+        """Raises `InputError` if the program would read the input `x` after it was overwritten. The
+        caller passes a buffer for the result `tv` that shares memory with `x`, so an op that writes
+        `tv` overwrites `x`.
 
-        The buffer is for the result `tv`, and the input is `x`. `is_same` is whether the buffer has
-        the same address, shape and strides as `x`.
+        `is_same` is whether the buffer has the same address, shape and strides as `x`.
         """
         program = self._frame.program
         what = f"the buffer of {tv} shares elements with input {program.inputs.index(x)}, {x}"

@@ -349,9 +349,9 @@ def with_room(nbytes: int) -> int:
     """Returns how many bytes to allocate for the intermediates of a recorded program that needs
     `nbytes`.
 
-    The result is at most a fourth larger than `nbytes`, and by less than MAX_ROOM_NBYTES. Inputs
-    that are somewhat larger can then use the same memory. With new memory, all recorded steps would
-    have to be prepared again for other addresses.
+    The result exceeds `nbytes` by at most a fourth, and by less than MAX_ROOM_NBYTES. Inputs that
+    are somewhat larger can then use the same memory. With new memory, all recorded steps would have
+    to be prepared again for other addresses.
     """
     step = min(1 << max(nbytes.bit_length() - 3, 0), MAX_ROOM_NBYTES)
     return -(-nbytes // step) * step
@@ -450,8 +450,8 @@ class Arena:
     """
 
     def __init__(self, device: torch.device, stream: int, *, is_captured: bool = False) -> None:
-        """Prepares an arena (memory of intermediates) that has no memory yet, for the stream with
-        the raw handle `stream`.
+        """Prepares an arena, which stores intermediates, for the stream with the raw handle
+        `stream`. It allocates memory when it is first used.
 
         If `is_captured`, the arena is for one run only, which the caller captures in a CUDA graph.
         """

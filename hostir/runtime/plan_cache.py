@@ -61,8 +61,8 @@ class SignatureEntry:
         self._new: dict[tuple[int, ...], Plan] = {}
 
     def expect(self, inputs: Sequence[Argument], plan: Plan) -> None:
-        """Stores `plan`, steps that were recorded before any run (in a dry run), for the first run
-        on inputs with the alignments of `inputs`.
+        """Stores `plan`, which a dry run has recorded, for the first run on inputs with the
+        alignments of `inputs`.
 
         That run gets the plan by the method `take`.
         """

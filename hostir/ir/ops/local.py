@@ -364,8 +364,8 @@ class LocalSlice(HostOp):
 
     @property
     def moved(self) -> tuple[TensorView, TensorView]:
-        """The pair (operand, result) of an op that copies values to other ranks or places. For
-        `LocalSlice`, these are the tensor that every rank has as a whole, and the copy of this
+        """The pair (operand, result) of an op that copies values of one tensor to another tensor.
+        For `LocalSlice`, these are the tensor that every rank has as a whole, and the copy of this
         rank's part.
         """
         return self.inp, self.out
