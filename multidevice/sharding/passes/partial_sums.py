@@ -29,6 +29,7 @@ from fuser.ir.ops.nodes import (
     ReductionOp,
 )
 from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
 from multidevice.sharding.placement import (
     SPREAD_TYPES,
@@ -165,11 +166,25 @@ def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
     out = op.out_tensor
     types = [c.ptype for mine in cuts.values() for c in mine]
     local = _partial(op, cuts)
-    ops = [op.map_values(lambda v: local if v is out else v)]
     kind = op.kind if isinstance(op, ReductionOp) else "add"
     init = op.init if isinstance(op, ReductionOp) else sc.const(0, out.dtype())
+    computed = op.map_values(lambda v: local if v is out else v)
+    sums = combine_parts(out, local, types, kind=kind, init=init)
+    fusion.replace_expr(op, [computed, *(made.replace(where=op.where) for made in sums)])
+
+
+def combine_parts(
+    out: TensorView, parts: TensorView, types: list[ParallelType], *, kind: str, init: Scalar
+) -> list[TensorOp]:
+    """Returns the ops that combine partial results to `out`, one op for each type in `types`.
+
+    `parts` has the axes of `out`, and for each type one more axis, which has this parallel type and
+    the mark `rfactor`. The last op computes `out`, whose domain gets the axis that the op reduces.
+    `kind` and `init` are those of `ReductionOp`.
+    """
     targets = placement(out)
-    source, last = local, _sum_order(types, targets)[-1]
+    ops: list[TensorOp] = []
+    source, last = parts, _sum_order(types, targets)[-1]
     for ptype in _sum_order(types, targets):
         pending = set(types) - {ptype}
         types = [t for t in types if t is not ptype]
@@ -178,9 +193,9 @@ def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
             result = out
         else:
             result = _intermediate_sum(source, ptype, out, pending)
-        ops.append(ReductionOp(result, source, init, kind=kind).replace(where=op.where))
+        ops.append(ReductionOp(result, source, init, kind=kind))
         source = result
-    fusion.replace_expr(op, ops)
+    return ops
 
 
 def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelType]:

@@ -118,7 +118,7 @@ def test_any_cuts(name: str) -> None:
         ("embedding", {"table": 1}, 0),
         ("embedding", {"table": 1, "out": 2}, 0),
         ("embedding", {"table": 0}, 1),
-        ("embedding", {"table": 0, "index": 0}, 1),
+        ("embedding", {"table": 0, "index": 0}, 2),
         ("embedding", {"out": 0}, 0),
         ("select columns", {"table": 0}, 0),
         ("select columns", {"table": 1}, 1),

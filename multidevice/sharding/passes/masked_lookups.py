@@ -1,0 +1,317 @@
+"""Lookups along an axis that devices divide: each device reads its own part, then parts are added.
+
+Each device subtracts the first position of its part from the index. Where the index points into the
+part of another device, it contributes a zero. So exactly one device contributes an element, and the
+sum over devices is the element itself. In the example, `first` is iota(d) * V/d:
+
+    out [N, H] = embedding_fwd(index [N], table [DIDx(V), H])
+      ->  near  [DIDx(d), N]      = index - first          position in the part of a device
+          other [DIDx(d), N]      = whether `index` is in the table, but `near` not in the part
+          rows  [DIDx(d), N, H]   = take_along_axis(reshape(table) [DIDx(d), V/d, H], near)
+          part  [DIDx(d), N, H]   = where(other, -0.0, rows)
+          out   [N, H, rDIDx(d)]  = sum(part)              an allreduce or a reduce-scatter
+
+The results are those of the undivided lookup, bit for bit:
+
+- The zero is -0.0 for floats, because x + -0.0 is x for every x, also for -0.0. Values of Bool are
+  combined by a maximum, and Float8 values are added in Float.
+- An index outside of the table is `other` on no device. Each device then reads an index outside of
+  its part, which gives NaN, or 0 in a dtype without NaN, as in the undivided table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from math import prod
+from typing import cast as typing_cast
+
+from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.dtypes import FLOAT8, DataType, category
+from fuser.ir.fusion import Fusion, TensorOp, TensorView
+from fuser.ir.fusion_guard import FusionGuard
+from fuser.ir.ops.lookup import GatherOp, LookupOp, SelectOp
+from fuser.ir.ops.nodes import CastOp, LoadStoreOp, ReshapeOp
+from fuser.ir.scalar import constructors as sc
+from fuser.ir.scalar.constructors import Scalar
+from fuser.ir.types import DEVICE_TYPES
+from fuser.ops import factories, indexing
+from fuser.ops.building import (
+    OperandLike,
+    add_op,
+    broadcast_tensor,
+    cast_tensor,
+    convert,
+    squeeze_axes,
+)
+from fuser.ops.elementwise import apply_pointwise
+from fuser.ops.reshaping import transformed_domain
+from multidevice.sharding.passes.partial_sums import combine_parts
+from multidevice.sharding.placement import (
+    Cut,
+    Cuts,
+    Placement,
+    add_cuts,
+    axis_cuts,
+    copy_like,
+    is_plain_broadcast,
+    placement,
+    spread_axes,
+)
+from multidevice.sharding.propagation import apply_steps, forward_cuts
+
+
+def mask_divided_lookups(fusion: Fusion) -> None:
+    """Rewrites lookups along an axis that devices divide: lookups in their parts, then a sum.
+
+    Before: the table of a lookup may be divided along the looked-up axis. After: it is not, except
+    where `_is_gathered` is True or a masked lookup is impossible. These lookups later read a copy
+    of the whole table.
+    """
+    for op in fusion.exprs:
+        if isinstance(op, LookupOp) and (cuts := _divisions(op)) and not _is_gathered(op, cuts):
+            fusion.replace_expr(op, _masked(op, cuts))
+
+
+def _divisions(op: LookupOp) -> Cuts:
+    """Returns the divisions over devices of the looked-up axis, if they allow a masked lookup.
+
+    Returns () if the index is a scalar, if steps of a stream loop divide the axis, too, if table
+    and result are on different meshes, or if the axis is a broadcast, which each device has.
+    """
+    axis = op.table.domain.no_reductions[op.axis]
+    cuts = axis_cuts(op.table).get(axis.number, ())
+    is_local = axis.is_broadcast or isinstance(op, SelectOp)
+    is_elsewhere = op.table.mesh != op.out.mesh or any(not c.ptype.is_device for c in cuts)
+    return () if is_local or is_elsewhere else cuts
+
+
+def _is_gathered(op: LookupOp, cuts: Cuts) -> bool:
+    """Returns whether each device gets the whole looked-up axis, which devices divide by `cuts`.
+
+    Let the table have t elements and the result r, on d devices. A device sends t (d-1)/d elements
+    if the table is gathered. It sends 2 r (d-1)/d elements if the parts of the result are added on
+    all devices, or r (d-1)/d if each device needs only its block of the result. The table is
+    gathered if
+
+    - all extents are constants, and fewer elements are then sent; and
+    - the user has not placed the table. The user's own division is never undone, because it may
+      have been chosen for the memory of the devices.
+
+    With symbolic extents, nothing can be compared, and the parts are added.
+    """
+    if op.table.mesh_is_user_set:
+        return False
+    canonical = op.table.fusion.canonical
+    sizes = [
+        [sc.int_value(canonical(a.size)) for a in tv.domain.no_reductions]
+        for tv in (op.table, op.out)
+    ]
+    if any(size is None for mine in sizes for size in mine):
+        return False
+    table, result = (prod(size or 0 for size in mine) for mine in sizes)
+    kept = {c.ptype for mine in placement(op.out, DEVICE_TYPES) for c in mine}
+    return table < result * (1 if kept.issuperset(c.ptype for c in cuts) else 2)
+
+
+def _masked(op: LookupOp, cuts: Cuts) -> list[TensorOp]:
+    """Returns the ops that replace one lookup, whose looked-up axis devices divide by `cuts`."""
+    fusion, out = op.out.fusion, op.out
+    of_part, of_sum = _placements(op, cuts)
+    before = fusion.exprs
+    with FusionGuard(fusion):
+        part = _contribution(op, cuts)
+    made = list(fusion.exprs[len(before) :])
+    fusion.exprs = before
+    _place_part(op, cuts, part, of_part)
+    _place_aligned(op, cuts, part, made)
+    result, dtype = out, part.dtype()
+    if of_sum != placement(out):
+        result = copy_like(out, out.mesh, of_sum)
+    total = result if dtype is out.dtype() else copy_like(out, out.mesh, of_sum, dtype=dtype)
+    kind = "max" if dtype is DataType.Bool else "add"
+    types = [cut.ptype for cut in cuts]
+    made += combine_parts(total, part, types, kind=kind, init=sc.const(0, dtype))
+    if total is not result:
+        made.append(CastOp(result, total))
+    if result is not out:
+        made.append(LoadStoreOp(out, result))
+    return [new.replace(where=op.where) for new in made]
+
+
+# ------------------------------------------------------------------ placements
+def _placements(op: LookupOp, cuts: Cuts) -> tuple[Placement, Placement]:
+    """Returns how devices and steps divide the axes of a contribution, and of the sum of them all.
+
+    `cuts` divide the looked-up axis; a contribution has no other axis along their mesh dimensions.
+    The sum is divided like the result of the lookup, as far as one communication does this:
+
+    - An axis along which the table is divided keeps this division, so that nobody gathers the
+      table. The sum is smaller as a rule, and is communicated instead.
+    - Blocks that the sum makes may be divided further only afterwards.
+    - If a stream loop computes the result in steps, the sum has all divisions of the result.
+    """
+    wanted, whole = placement(op.out), op.whole_axes(op.out)
+    busy = {cut.ptype for cut in cuts}
+    if any(cut.ptype.is_stream for mine in wanted for cut in mine):
+        free = (tuple(cut for cut in mine if cut.ptype not in busy) for mine in wanted)
+        return tuple(() if k in whole else mine for k, mine in enumerate(free)), wanted
+    pairs = zip(op.table_map(), placement(op.table, DEVICE_TYPES), strict=True)
+    fixed = {to: mine for to, mine in pairs if to is not None and to not in whole}
+    used = busy.union(cut.ptype for mine in fixed.values() for cut in mine)
+    of_part: list[Cuts] = []
+    of_sum: list[Cuts] = []
+    for k, mine in enumerate(wanted):
+        kept = fixed.get(k, ())
+        rest = mine[len(kept) :] if mine[: len(kept)] == kept else ()
+        free = () if k in whole else tuple(takewhile(lambda c: c.ptype not in used, rest))
+        of_part.append((*kept, *free))
+        scattered = takewhile(lambda c: c.ptype in busy, rest[len(free) :])
+        of_sum.append((*of_part[-1], *scattered))
+    return tuple(of_part), tuple(of_sum)
+
+
+def _place_part(op: LookupOp, cuts: Cuts, part: TensorView, of_part: Placement) -> None:
+    """Divides the contribution `part` over devices: its first new axes by `cuts`.
+
+    The other axes are divided by `of_part`, and by steps of a stream loop if it computes an operand
+    in steps.
+    """
+    out, divided = op.out, range(op.axis, op.axis + len(cuts))
+    numbers = [part.domain.no_reductions[k].number for k in divided]
+    part.domain = part.domain.map_axes(
+        lambda a: replace(a, rfactor=True) if a.number in numbers else a
+    )
+    kept = [a for a in part.domain.no_reductions if a.number not in numbers]
+    for number, cut in zip(numbers, cuts, strict=True):
+        add_cuts(part, number, (replace(cut, whole=True),))
+    for axis, mine in zip(kept, of_part, strict=True):
+        add_cuts(part, axis.number, mine)
+    twins = {a.number: b for a, b in zip(out.domain.no_reductions, kept, strict=True)}
+    for index, operand in tensor_operands(op):
+        found = forward_cuts(op, index, out)
+        apply_steps(part, operand, tuple((twins[a.number], mine) for a, mine in found))
+
+
+def _place_aligned(op: LookupOp, cuts: Cuts, part: TensorView, made: Sequence[TensorOp]) -> None:
+    """Divides the results of `made` that have the axes of the contribution `part` like `part`.
+
+    Skips those that are divided already.
+    """
+    wanted = list(placement(part))
+    if not op.index.ndim:
+        wanted.insert(op.axis + len(cuts), ())
+    for tv in (new.out_tensor for new in made):
+        if tv.ndim == len(wanted) and not spread_axes(tv):
+            for axis, mine in zip(tv.domain.no_reductions, wanted, strict=True):
+                if not is_plain_broadcast(axis):
+                    add_cuts(tv, axis.number, mine)
+
+
+# ------------------------------------------------------------------ the contribution of a device
+def _contribution(op: LookupOp, cuts: Cuts) -> TensorView:
+    """Appends the ops that compute the contribution of each device to the result of a lookup.
+
+    The contribution has the axes of the result. Before the axis `op.axis`, it has one more axis for
+    each division in `cuts`, with one index per device. All tensors have these axes, too, or
+    broadcast axes in their place. An index without axes also gets a broadcast axis, along which it
+    looks up; the contribution lacks this axis.
+    """
+    extent = op.table.fusion.canonical(op.table.domain.no_reductions[op.axis].size)
+    size = sc.ceildiv(extent, prod(cut.devices for cut in cuts))
+    places = {_place(op, cuts, to) for to in op.index_map() if to is not None}
+    index = _aligned(op.index, places, _rank(op, cuts))
+    index = typing_cast(TensorView, convert(index, DataType.Int))
+    near, stride = index, size
+    for k, cut in reversed(list(enumerate(cuts))):
+        number = _aligned_parts(_device_numbers(op, cut), {op.axis + k}, index.ndim)
+        near = _call("sub", near, _call("mul", number, stride))
+        stride = sc.mul(stride, cut.devices)
+    is_elsewhere = _call("logical_not", _is_within(near, size))
+    other = _call("logical_and", _is_within(index, extent), is_elsewhere)
+    near = _call("where", other, 0, near)
+    look_up = indexing.gather if isinstance(op, GatherOp) else indexing.take_along_axis
+    rows = look_up(_split_table(op, cuts, size), near, op.axis + len(cuts))
+    if rows.dtype() in FLOAT8:
+        rows = cast_tensor(rows, DataType.Float)
+    part = _call("where", other, _zero(rows.dtype()), rows)
+    return part if op.index.ndim else squeeze_axes(part, {op.axis + len(cuts)})
+
+
+def _rank(op: LookupOp, cuts: Cuts) -> int:
+    """Returns the number of axes of all tensors from which a contribution is computed."""
+    return op.out.ndim + len(cuts) + (op.index.ndim == 0)
+
+
+def _place(op: LookupOp, cuts: Cuts, position: int) -> int:
+    """Returns the position that the axis `position` of the result has behind the new axes."""
+    return position + (len(cuts) if position >= op.axis else 0)
+
+
+def _aligned(tv: TensorView, places: Collection[int], rank: int) -> TensorView:
+    """Appends a broadcast that gives `tv` `rank` axes; its own axes get the positions `places`."""
+    if tv.ndim == rank:
+        return tv
+    return broadcast_tensor(tv, tuple(place not in places for place in range(rank)))
+
+
+def _aligned_parts(tv: TensorView, places: Collection[int], rank: int) -> TensorView:
+    """Does the same as `_aligned`, and divides the result like `tv`."""
+    wide = _aligned(tv, places, rank)
+    if wide is not tv:
+        axes = [wide.domain.no_reductions[place] for place in sorted(places)]
+        for axis, cuts in zip(axes, placement(tv), strict=True):
+            add_cuts(wide, axis.number, cuts)
+    return wide
+
+
+def _device_numbers(op: LookupOp, cut: Cut) -> TensorView:
+    """Appends an op that gives each device its number along the mesh dimension of `cut`."""
+    numbers = factories.iota(cut.devices)
+    numbers.mesh = op.out.mesh
+    add_cuts(numbers, numbers.domain.logical[0].number, (replace(cut, whole=True),))
+    return numbers
+
+
+def _split_table(op: LookupOp, cuts: Cuts, size: Scalar) -> TensorView:
+    """Appends the ops that split the looked-up axis of the table.
+
+    The new axes are one axis for each division in `cuts`, and one for the `size` positions that
+    each device has. The axes that only the index has become broadcasts.
+    """
+    table, fusion = op.table, op.table.fusion
+    sizes: list[Scalar] = [sc.const(cut.devices) for cut in cuts]
+    sizes += [] if sc.int_value(size) == 1 else [size]
+    if len(sizes) > 1:
+        roots = [fusion.clone_axis(a) for a in table.domain.no_reductions]
+        groups = [([k], sizes if k == op.axis else [a.size]) for k, a in enumerate(roots)]
+        domain = transformed_domain(fusion, roots, groups)
+        split = fusion.new_tensor(domain, table.dtype(), mesh=table.mesh)
+        wanted = list(placement(table))
+        divided: list[Cuts] = [(replace(cut, whole=True),) for cut in cuts]
+        wanted[op.axis : op.axis + 1] = [*divided, *([()] * (len(sizes) - len(cuts)))]
+        for axis, mine in zip(split.domain.logical, wanted, strict=True):
+            add_cuts(split, axis.number, mine)
+        add_op(ReshapeOp(split, table))
+        table = split
+    shift = op.index.ndim == 0
+    kept = (to for to in op.table_map() if to is not None)
+    places = {_place(op, cuts, to + shift) for to in kept}
+    places.update(range(op.axis, op.axis + len(sizes)))
+    return _aligned_parts(table, places, _rank(op, cuts))
+
+
+def _call(name: str, *operands: OperandLike) -> TensorView:
+    return typing_cast(TensorView, apply_pointwise(name, operands))
+
+
+def _is_within(index: TensorView, size: Scalar) -> TensorView:
+    """Appends the ops that compute whether 0 <= index < size."""
+    return _call("logical_and", _call("ge", index, 0), _call("lt", index, size))
+
+
+def _zero(dtype: DataType) -> Scalar:
+    """Returns the number that changes no value to which it is added; for Bool, False."""
+    zeros = {"bool": False, "int": 0, "float": -0.0, "complex": complex(-0.0, -0.0)}
+    return sc.const(zeros[category(dtype)], dtype)
