@@ -103,6 +103,14 @@ def test_predicted_time_falls_with_the_ranks(capsys: pytest.CaptureFixture[str])
     assert exposed[0] == 0 and list(exposed) == sorted(exposed)
 
 
+def test_plan_a_big_mesh_is_for_512_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    names = runpy.run_path(str(EXAMPLES / "plan_a_big_mesh.py"))
+    program = names["planned"].program
+    assert program.devices() == tuple(range(512))
+    assert [op.type for op in program.communications()] == ["Allreduce", "Allreduce"]
+    assert capsys.readouterr().out.count("because") == 2
+
+
 def test_missing_wait_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     names = runpy.run_path(str(EXAMPLES / "missing_wait.py"))
     assert names["text"].count("Synchronize(") == names["edited"].count("Synchronize(") + 1
