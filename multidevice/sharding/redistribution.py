@@ -7,8 +7,14 @@ changes the division along one mesh dimension:
     x [M, N]        ->  [DIDx(M), N]      slice: each device keeps its block, nothing is sent
     x [DIDx(M), N]  ->  [M, DIDx(N)]      move: an all-to-all
 
+If each device has only a part of a sum, one communication adds the parts along one mesh dimension:
+
+    x [M, N, parts DIDx]  ->  [M, N]           allreduce
+    x [M, N, parts DIDx]  ->  [DIDx(M), N]     reduce-scatter
+
 Only the innermost division of an axis can change, because the blocks inside it would be others.
-`plan_steps` searches all sequences of these steps; see `PlanCost` for what the cheapest one is.
+`plan_steps` and `plan_sums` search all sequences of these steps; see `PlanCost` for what the
+cheapest one is.
 """
 
 from __future__ import annotations
@@ -53,6 +59,19 @@ class PlanCost:
         )
 
 
+@dataclass(frozen=True)
+class SumStage:
+    """The state of a tensor between two communications.
+
+    - `placement`: how devices divide its axes; axes of parts of a sum have no entry.
+    - `parts`: one division for each mesh dimension along which devices have parts of a sum. Their
+      parts are still to be added.
+    """
+
+    placement: Placement
+    parts: Cuts = ()
+
+
 def plan_steps(
     source: Placement, target: Placement, copied: Collection[int] = ()
 ) -> list[Placement]:
@@ -68,7 +87,24 @@ def plan_steps(
     """
     if any(not cut.ptype.is_device for cuts in (*source, *target) for cut in cuts):
         return _steps_of_streams(source, target)
-    return list(_cheapest(source, target, frozenset(copied)))
+    _, stages = _cheapest(SumStage(source), target, frozenset(copied))
+    return [stage.placement for stage in stages]
+
+
+def plan_sums(source: SumStage, target: Placement, copied: Collection[int] = ()) -> list[SumStage]:
+    """Returns the stages through which a sum passes from the parts `source` to the placement
+    `target`, excluding both.
+
+    From one stage to the next, the parts along one mesh dimension are added, or the placement
+    changes as in `plan_steps`. The sequence is the cheapest one by `PlanCost`. `copied` is as in
+    `plan_steps`. The caller ensures that no axis has iterations of a stream loop.
+    """
+    return list(_cheapest(source, target, frozenset(copied))[1])
+
+
+def sum_cost(source: SumStage, target: Placement, copied: Collection[int] = ()) -> PlanCost:
+    """Returns the cost of the sequence that `plan_sums` returns for the same arguments."""
+    return _cheapest(source, target, frozenset(copied))[0]
 
 
 def moved_axes_of(source: Placement, target: Placement) -> tuple[int, int] | None:
@@ -96,24 +132,28 @@ def _blocks(placement: Placement) -> tuple[tuple[tuple[ParallelType, object], ..
 # ------------------------------------------------------------------ the search
 @lru_cache(maxsize=4096)
 def _cheapest(
-    source: Placement, target: Placement, copied: frozenset[int]
-) -> tuple[Placement, ...]:
-    """Returns the intermediate placements of the cheapest sequence (Dijkstra's algorithm)."""
-    order, goal = count(), _blocks(target)
-    queue: list[tuple[PlanCost, int, Placement, tuple[Placement, ...]]] = [
+    source: SumStage, target: Placement, copied: frozenset[int]
+) -> tuple[PlanCost, tuple[SumStage, ...]]:
+    """Returns the cost and the intermediate stages of the cheapest sequence (Dijkstra's
+    algorithm).
+    """
+    order, goal = count(), (_blocks(target), ())
+    queue: list[tuple[PlanCost, int, SumStage, tuple[SumStage, ...]]] = [
         (PlanCost(), 0, source, ())
     ]
     done: set[object] = set()
     while queue:
         cost, _, at, passed = heapq.heappop(queue)
-        if _blocks(at) == goal:
-            return passed[1:]
-        if _blocks(at) in done:
+        key = _blocks(at.placement), at.parts
+        if key == goal:
+            return cost, passed[1:]
+        if key in done:
             continue
-        done.add(_blocks(at))
-        for step, after in _changes(at, source, target, copied):
+        done.add(key)
+        for step, after in _changes(at, source.placement, target, copied):
             # The last tensor must exist in any case, so holding it costs nothing.
-            held = PlanCost() if _blocks(after) == goal else PlanCost(held=_share(after, copied))
+            is_last = (_blocks(after.placement), after.parts) == goal
+            held = PlanCost(held=Fraction(0) if is_last else _share(after.placement, copied))
             heapq.heappush(queue, (cost + step + held, next(order), after, (*passed, at)))
     raise AssertionError(f"no sequence of communications leads from {source} to {target}")
 
@@ -124,10 +164,43 @@ def _share(placement: Placement, copied: frozenset[int]) -> Fraction:
 
 
 def _changes(
-    at: Placement, source: Placement, target: Placement, copied: frozenset[int]
+    at: SumStage, source: Placement, target: Placement, copied: frozenset[int]
+) -> Iterator[tuple[PlanCost, SumStage]]:
+    """Yields each stage that one communication or local slice makes of `at`, with its cost."""
+    yield from _sums(at, source, target, copied)
+    used = {c.ptype for c in at.parts}
+    for cost, after in _moves(at.placement, used, source, target, copied):
+        yield cost, SumStage(after, at.parts)
+
+
+def _sums(
+    at: SumStage, source: Placement, target: Placement, copied: frozenset[int]
+) -> Iterator[tuple[PlanCost, SumStage]]:
+    """Yields each stage that an allreduce or a reduce-scatter makes of `at`, with its cost."""
+    share = _share(at.placement, copied)
+    for cut in at.parts:
+        rest = tuple(c for c in at.parts if c is not cut)
+        scattered = share * Fraction(cut.devices - 1, cut.devices)
+        yield PlanCost(2 * scattered, communications=1), SumStage(at.placement, rest)
+        for axis, after in _divided_by(cut.ptype, at.placement, source, target):
+            # Each device stores the only element of a broadcast axis, so this is an allreduce.
+            sent = 2 * scattered if axis in copied else scattered
+            yield PlanCost(sent, communications=1), SumStage(after, rest)
+
+
+def _moves(
+    at: Placement,
+    summed: Collection[ParallelType],
+    source: Placement,
+    target: Placement,
+    copied: frozenset[int],
 ) -> Iterator[tuple[PlanCost, Placement]]:
-    """Yields each placement that one communication or local slice makes of `at`, with its cost."""
-    share, used = _share(at, copied), {c.ptype for cuts in at for c in cuts}
+    """Yields each placement that a gather, a slice or a move makes of `at`, with its cost.
+
+    `summed` has the mesh dimensions along which devices have parts of a sum, so that they divide no
+    axis.
+    """
+    share, used = _share(at, copied), {*summed, *(c.ptype for cuts in at for c in cuts)}
     for ptype in (p for p in DEVICE_TYPES if p not in used):
         for _, after in _divided_by(ptype, at, source, target):
             yield PlanCost(slices=1), after

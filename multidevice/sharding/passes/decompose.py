@@ -26,6 +26,7 @@ from fuser.passes.view_ops import is_copy
 from fuser.support.errors import ShardingError, user_code
 from multidevice.sharding.passes.masked_lookups import mask_divided_lookups
 from multidevice.sharding.passes.partial_sums import (
+    add_partial_sums,
     add_row_parallel_bias_last,
     exchange_partial_sums,
     factor_spread_reductions,
@@ -82,6 +83,7 @@ def decompose_reshardings(
     add_row_parallel_bias_last(fusion)
     mask_divided_lookups(fusion)
     factor_spread_reductions(fusion)
+    add_partial_sums(fusion)
     copies = Copies(fusion)
     insert_reshardings(fusion, copies)
     if overlap is not None:

@@ -132,7 +132,7 @@ def _masked(op: LookupOp, cuts: Cuts) -> list[TensorOp]:
     total = result if dtype is out.dtype() else copy_like(out, out.mesh, of_sum, dtype=dtype)
     kind = "max" if dtype is DataType.Bool else "add"
     types = [cut.ptype for cut in cuts]
-    made += combine_parts(total, part, types, kind=kind, init=sc.const(0, dtype))
+    made.append(combine_parts(total, part, types, kind=kind, init=sc.const(0, dtype)))
     if total is not result:
         made.append(CastOp(result, total))
     if result is not out:

@@ -13,9 +13,10 @@ marks both parts of a split reduction axis.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
-from fuser.ir.axis_graph import tensor_operands
+from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.domain.tensor_domain import IterDomain, contiguity_for, numbers
 from fuser.ir.dtypes import HALF_LIKE, DataType
 from fuser.ir.fusion import Fusion, TensorOp, TensorView
@@ -43,10 +44,12 @@ from multidevice.sharding.placement import (
     copy_like,
     placement,
     reduction_cuts,
+    spread_axes,
     stream_axis_of,
     unparallelize,
 )
-from multidevice.sharding.propagation import apply_steps, forward_cuts
+from multidevice.sharding.propagation import apply_steps, apply_transfers, forward_cuts
+from multidevice.sharding.redistribution import SumStage, plan_sums
 from multidevice.sharding.reshard import exchanged_axes
 
 
@@ -115,7 +118,7 @@ def factor_spread_reductions(fusion: Fusion) -> None:
             # The op declares no way to combine partial results, so the operand is gathered instead.
             for out in op.outputs:
                 unparallelize(out, lambda a: a.is_reduction())
-        elif not reduces_one_device_axis(op):
+        elif not (reduces_one_device_axis(op) or _types_of_parts(op)):
             _factor(fusion, op, cuts)
 
 
@@ -163,55 +166,32 @@ def reduces_one_device_axis(op: TensorOp) -> bool:
 
 
 def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
+    """Replaces `op` by an op that computes partial sums and one op that adds all of them.
+
+    `cuts` maps the numbers of reduction axes to their divisions. `add_partial_sums` rewrites the
+    op that adds.
+    """
     out = op.out_tensor
-    types = [c.ptype for mine in cuts.values() for c in mine]
     local = _partial(op, cuts)
+    computed = op.map_values(lambda v: local if v is out else v)
     kind = op.kind if isinstance(op, ReductionOp) else "add"
     init = op.init if isinstance(op, ReductionOp) else sc.const(0, out.dtype())
-    computed = op.map_values(lambda v: local if v is out else v)
-    sums = combine_parts(out, local, types, kind=kind, init=init)
-    fusion.replace_expr(op, [computed, *(made.replace(where=op.where) for made in sums)])
+    types = [c.ptype for mine in cuts.values() for c in mine]
+    total = combine_parts(out, local, types, kind=kind, init=init)
+    fusion.replace_expr(op, [computed, total.replace(where=op.where)])
 
 
 def combine_parts(
-    out: TensorView, parts: TensorView, types: list[ParallelType], *, kind: str, init: Scalar
-) -> list[TensorOp]:
-    """Returns the ops that combine partial results to `out`, one op for each type in `types`.
+    out: TensorView, parts: TensorView, types: Collection[ParallelType], *, kind: str, init: Scalar
+) -> ReductionOp:
+    """Returns the op that combines partial results to `out`, along all mesh dimensions at once.
 
-    `parts` has the axes of `out`, and for each type one more axis, which has this parallel type and
-    the mark `rfactor`. The last op computes `out`, whose domain gets the axis that the op reduces.
-    `kind` and `init` are those of `ReductionOp`.
+    `parts` has the axes of `out`, and for each type in `types` one more axis, which has this
+    parallel type and the mark `rfactor`. The domain of `out` gets the axes that the op reduces.
+    `kind` and `init` are those of `ReductionOp`. The pass `add_partial_sums` rewrites the op.
     """
-    targets = placement(out)
-    ops: list[TensorOp] = []
-    source, last = parts, _sum_order(types, targets)[-1]
-    for ptype in _sum_order(types, targets):
-        pending = set(types) - {ptype}
-        types = [t for t in types if t is not ptype]
-        if ptype is last:
-            _become_sum(out, source, ptype)
-            result = out
-        else:
-            result = _intermediate_sum(source, ptype, out, pending)
-        ops.append(ReductionOp(result, source, init, kind=kind))
-        source = result
-    return ops
-
-
-def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelType]:
-    """Returns `types` in the order in which partial sums are added, one type after the other.
-
-    The types are the mesh dimensions and stream types along which a reduction axis was divided; the
-    parts along each type are added by an op of their own. `targets` says how the axes of the final
-    result are divided.
-
-    - Stream types are first, because their sums are local.
-    - If two types divide an axis of the result, one inside the blocks of the other, the outer one
-      is first, so that each sum scatters whole blocks.
-    - Otherwise mesh_x is first, then mesh_y and mesh_z.
-    """
-    depth = {c.ptype: d for mine in targets for d, c in enumerate(mine)}
-    return sorted(types, key=lambda p: (p.is_device, depth.get(p, 0), SPREAD_TYPES.index(p)))
+    _become_sum(out, parts, types)
+    return ReductionOp(out, parts, init, kind=kind)
 
 
 def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
@@ -241,44 +221,175 @@ def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
     )
     whole = domain.having(logical=domain.loop_numbers, root=domain.logical_numbers)
     local.domain = whole.having(contiguity=contiguity_for(whole.logical))
+    given = [(op.inputs[index], forward_cuts(op, index, out)) for index, _ in tensor_operands(op)]
+    kept = [
+        (operand, tuple((axes[a.number], mine) for a, mine in found if not a.is_reduction()))
+        for operand, found in given
+    ]
     busy = {c.ptype for mine in cuts.values() for c in mine}
-    for number, mine in axis_cuts(out).items():
-        if number not in cuts:
-            add_cuts(local, axes[number].number, tuple(c for c in mine if c.ptype not in busy))
-    for index, _ in tensor_operands(op):
-        found = forward_cuts(op, index, out)
-        steps = tuple((axes[a.number], mine) for a, mine in found if not a.is_reduction())
-        apply_steps(local, op.inputs[index], steps)
+    wanted = [(axes[n], mine) for n, mine in axis_cuts(out).items() if n not in cuts]
+    if any(map(_has_steps, (out, *(operand for operand, _ in given)))):
+        for axis, mine in wanted:
+            add_cuts(local, axis.number, tuple(c for c in mine if c.ptype not in busy))
+    else:
+        # The result of a reduction has fewer elements than its operand: it is communicated instead.
+        first = kept if isinstance(op, ReductionOp) else []
+        for transfers in (*(found for v, found in first if v.mesh == local.mesh), tuple(wanted)):
+            apply_transfers(local, transfers, DEVICE_TYPES)
+    for operand, transfers in kept:
+        apply_steps(local, operand, transfers)
     return local
 
 
-def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> None:
-    """Turns `out` into the sum of the partial sums `source` over their axis of type `ptype`.
+def _has_steps(tv: TensorView) -> bool:
+    """Returns whether a stream loop computes the tensor `tv`, or a reduction whose result it is."""
+    return any(a.is_stream for a in spread_axes(tv))
 
-    `ptype` is a mesh dimension or a stream type; the axis has one part per device or step. Only the
-    axes of `out` change; the caller creates the op.
+
+def _become_sum(out: TensorView, source: TensorView, types: Collection[ParallelType]) -> None:
+    """Turns `out` into the sum of the partial sums `source` over their axes of the types `types`.
+
+    The types are mesh dimensions or stream types; such an axis has one part per device or step.
+    Only the axes of `out` change; the caller creates the op.
     """
     fusion, domain = out.fusion, out.domain.without_root()
     mine = iter(domain.logical)
-    summed: IterDomain | None = None
-    logical: list[IterDomain] = []
-    for axis in source.domain.no_reductions:
-        if axis.ptype is ptype and axis.rfactor:
-            summed = fusion.clone_axis(axis, kind=IterType.reduction, ptype=_summed_type(ptype))
-            logical.append(summed)
-        else:
-            logical.append(next(mine))
-    assert summed is not None, f"{source} has no partial-sum axis along {ptype.text}"
+    logical = [
+        _summed(fusion, a) if a.ptype in types else next(mine) for a in source.domain.no_reductions
+    ]
+    summed = [a for a in logical if a.is_reduction()]
+    assert len(summed) == len(types), f"{source} has no partial sums along some of {types}"
     allocation, contiguity = domain.allocation_numbers, contiguity_for(logical)
     if allocation:
-        allocation, contiguity = (*allocation, summed.number), (*domain.contiguity, None)
+        allocation = (*allocation, *numbers(summed))
+        contiguity = (*domain.contiguity, *(None for _ in summed))
     out.domain = domain.having(
         logical=numbers(logical),
-        loop=(*domain.loop_numbers, summed.number),
+        loop=(*domain.loop_numbers, *numbers(summed)),
         allocation=allocation,
         contiguity=contiguity,
-        axes=(summed,),
+        axes=summed,
     )
+
+
+# ------------------------------------------------------------------ sums of partial sums
+def add_partial_sums(fusion: Fusion) -> None:
+    """Rewrites every sum of partial sums as the cheapest sequence of communications.
+
+    Before: one op adds the parts along all mesh dimensions and streams, and its result may be
+    divided in any way. After: each op adds the parts along one mesh dimension or stream, or is a
+    copy that changes the division along one mesh dimension.
+
+        out [DIDx(M), N] = sum(t [M, N, DIDx, DIDy])
+          ->  s [DIDx(M), N, DIDy] = sum(t)             reduce-scatter
+              out = sum(s)                              allreduce of one block
+    """
+    for op in fusion.exprs:
+        if isinstance(op, ReductionOp) and op.inp.mesh == op.out.mesh:
+            types = _types_of_parts(op)
+            if types:
+                _add_in_steps(fusion, op, types)
+
+
+def _types_of_parts(op: TensorOp) -> tuple[ParallelType, ...]:
+    """Returns the parallel types of the axes over which `op` adds partial sums.
+
+    They are mesh dimensions and stream types, one for each axis that `op` reduces. Returns () if
+    `op` reduces an axis that does not have one part per device or step.
+    """
+    if not isinstance(op, ReductionOp):
+        return ()
+    reduced = [(p, c) for p, c in mapped_axes(op, 0) if c.is_reduction()]
+    is_sum = all(p.ptype in SPREAD_TYPES and c.ptype is _summed_type(p.ptype) for p, c in reduced)
+    return tuple(p.ptype for p, _ in reduced) if is_sum else ()
+
+
+def _add_in_steps(fusion: Fusion, op: ReductionOp, types: tuple[ParallelType, ...]) -> None:
+    """Replaces an op that adds partial sums along the types `types` by one op for each step."""
+    out, at, left = op.out, op.inp, types
+    stages = _stages(op, types)
+    if not stages:
+        return
+    ops: list[TensorOp] = []
+    for stage in (*stages, None):
+        rest = () if stage is None else tuple(c.ptype for c in stage.parts)
+        added = [p for p in left if p not in rest]
+        made = out if stage is None else _staged(at, stage, left, out)
+        if stage is None:
+            _become_sum(out, at, added)
+        step = ReductionOp(made, at, op.init, kind=op.kind) if added else LoadStoreOp(made, at)
+        ops.append(step.replace(where=op.where))
+        at, left = made, rest
+    fusion.replace_expr(op, ops)
+
+
+def _stages(op: ReductionOp, types: tuple[ParallelType, ...]) -> list[SumStage]:
+    """Returns the stages between the partial sums that `op` adds, along `types`, and its result.
+
+    A stage says how the axes are divided, and along which types there still are parts.
+    """
+    axes, target = op.inp.domain.no_reductions, placement(op.out)
+    have = [cuts for a, cuts in zip(axes, placement(op.inp), strict=True) if a.ptype not in types]
+    parts = {c.ptype: c for cuts in placement(op.inp) for c in cuts if c.ptype in types}
+    if all(c.ptype.is_device for cuts in (*have, *target, parts.values()) for c in cuts):
+        copied = [p for p, a in enumerate(op.out.domain.no_reductions) if a.is_broadcast]
+        source = SumStage(tuple(have), tuple(parts[p] for p in DEVICE_TYPES if p in parts))
+        return plan_sums(source, target, copied)
+    order = _sum_order(types, target)
+    pending = [order[k:] for k in range(1, len(order))]
+    return [
+        SumStage(
+            tuple(tuple(c for c in cuts if c.ptype not in rest) for cuts in target),
+            tuple(parts[p] for p in rest),
+        )
+        for rest in pending
+    ]
+
+
+def _sum_order(types: Collection[ParallelType], targets: Placement) -> list[ParallelType]:
+    """Returns `types` in the order in which partial sums are added, if a stream loop computes them.
+
+    The types are the mesh dimensions and stream types along which a reduction axis was divided; the
+    parts along each type are added by an op of their own. `targets` says how the axes of the final
+    result are divided.
+
+    - Stream types are first, because their sums are local.
+    - If two types divide an axis of the result, one inside the blocks of the other, the outer one
+      is first, so that each sum scatters whole blocks.
+    - Otherwise mesh_x is first, then mesh_y and mesh_z.
+    """
+    depth = {c.ptype: d for mine in targets for d, c in enumerate(mine)}
+    return sorted(types, key=lambda p: (p.is_device, depth.get(p, 0), SPREAD_TYPES.index(p)))
+
+
+def _staged(
+    source: TensorView, stage: SumStage, types: Collection[ParallelType], out: TensorView
+) -> TensorView:
+    """Creates a tensor for the stage `stage` between the partial sums `source` and their sum `out`.
+
+    `source` has one axis of parts for each type in `types`. In the new tensor, the axes of the
+    types that are not in `stage.parts` are reduced.
+    """
+    fusion, rest = out.fusion, {c.ptype for c in stage.parts}
+    axes: list[IterDomain] = []
+    for a in source.domain.no_reductions:
+        if a.ptype not in types:
+            axes.append(fusion.clone_axis(a))
+        elif a.ptype in rest:
+            axes.append(fusion.clone_axis(a, ptype=a.ptype, rfactor=a.rfactor))
+        else:
+            axes.append(_summed(fusion, a))
+    made = fusion.new_tensor(axes, out.dtype(), mesh=out.mesh)
+    plain = [a for a in axes if not (a.ptype in rest or a.is_reduction())]
+    for axis, cuts in zip(plain, stage.placement, strict=True):
+        add_cuts(made, axis.number, cuts)
+    return made
+
+
+def _summed(fusion: Fusion, axis: IterDomain) -> IterDomain:
+    """Returns a new reduction axis over the parts that the axis `axis` counts."""
+    kind, ptype = IterType.reduction, _summed_type(axis.ptype)
+    return fusion.clone_axis(axis, kind=kind, ptype=ptype)
 
 
 def _summed_type(ptype: ParallelType) -> ParallelType:
@@ -288,31 +399,3 @@ def _summed_type(ptype: ParallelType) -> ParallelType:
     stream it is serial, because one op adds the parts of all steps.
     """
     return ptype if ptype.is_device else ParallelType.serial
-
-
-def _intermediate_sum(
-    source: TensorView, ptype: ParallelType, out: TensorView, pending: set[ParallelType]
-) -> TensorView:
-    """Creates a tensor for the sum of the partial sums `source` over their axis of type `ptype`.
-
-    Partial sums have one axis for each mesh dimension or stream type along which the sum was
-    divided. The axes of the types `pending` are still to be summed, so they remain. The new tensor
-    is divided over devices like `out`, the final result, but not along the types in `pending`: a
-    tensor may have each type on one axis only.
-    """
-    fusion = out.fusion
-    axes = tuple(
-        fusion.clone_axis(
-            a,
-            ptype=_summed_type(a.ptype) if a.rfactor else ParallelType.serial,
-            kind=IterType.reduction if a.rfactor and a.ptype is ptype else a.kind,
-            rfactor=a.rfactor and a.ptype is not ptype,
-        )
-        for a in source.domain.no_reductions
-    )
-    result = fusion.new_tensor(axes, out.dtype(), mesh=out.mesh)
-    plain = [a for a in axes if not (a.is_device or a.is_reduction())]
-    for axis, mine in zip(plain, placement(out), strict=True):
-        free = tuple(c for c in mine if c.ptype not in pending)
-        add_cuts(result, axis.number, free)
-    return result
