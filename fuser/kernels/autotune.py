@@ -4,11 +4,10 @@ heuristic chose without measuring, and stores the fastest.
 For each class of inputs (`InputsClass`), the parameters come from the first of these sources that
 has them:
 
-1. the cache in memory;
-2. the cache on disk;
-3. a measurement on the first inputs of the class. The heuristic's choice and its neighbours
-   (parameters that differ from it by few factors of two) are timed in turns, then the neighbours of
-   the fastest. The fastest replaces the heuristic's choice if it is faster by more than the noise.
+1. the cache in memory; 2. the cache on disk; 3. a measurement on the first inputs of the class.
+First, the heuristic's choice and its neighbours (parameters that differ from it by few factors of
+two) are timed, one run of each in turn. Second, the neighbours of the fastest of these are timed.
+The fastest of all replaces the heuristic's choice if it is faster by more than the noise.
 
 Inputs belong to the same class if the heuristic does not distinguish them. Such inputs have equal
 layouts, equal parameters chosen by the heuristic, and sizes with equal numbers of bits. The results
@@ -82,8 +81,8 @@ Params = Any
 
 @record
 class InputsClass:
-    """A class of inputs for which one kernel has the same tuned parameters: all facts, besides the
-    fusion, that determine them.
+    """A class of inputs for which a kernel has the same tuned parameters. The fields are the facts,
+    besides the fusion, on which the choice of these parameters depends.
 
     - `layouts`: the memory layouts of the inputs, then the outputs.
     - `chosen`: the schedule parameters that the heuristic chose without measuring.
@@ -895,11 +894,11 @@ class TunedExecutor(FusedKernelExecutor):
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor | StridedLayout],
     ) -> Record | None:
-        """Returns a version of the kernel that was made for similar sizes, and its launch, if the
-        maximum number of versions already exists.
+        """Returns a version of the kernel that was made for similar sizes, and its launch, if no
+        further version may be made.
 
-        If it does not exist yet, returns None: a new version is then made, whose parameters are
-        timed for the new sizes.
+        If the maximum number of versions is not reached yet, returns None. A new version is then
+        made, whose parameters are timed for the new sizes.
         """
         return super()._nearby(key, alignments, values, tensors) if self._is_full else None
 

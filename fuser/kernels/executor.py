@@ -479,7 +479,7 @@ class FusedKernelExecutor:
         device: DeviceInfo,
     ) -> tuple[Variant, BoundLaunch | None]:
         """Returns the version of the kernel for these layouts. Also returns its launch if the
-        choice of the version required the launch, else None.
+        launch had to be computed to choose the version, and None otherwise.
 
         The version may rely on the alignments `known`. If `known` is None, the generic version is
         returned, which relies on nothing. `alignments` are the actual alignments of the tensors.
@@ -634,11 +634,12 @@ class FusedKernelExecutor:
         raise refused
 
     def _lower(self, key: VariantKey, device: DeviceInfo, *, folded: bool = False) -> Variant:
-        """Returns the version of the kernel for `key`, lowered now or before by an executor of an
-        equal fusion, with which it is shared.
+        """Returns the version of the kernel for `key`.
 
-        With `folded`, each launched CUDA block may do the work of several. If dumps are enabled,
-        each executor lowers its own version, because dumps contain names.
+        An executor of a fusion that is equal except for names may have lowered this version before.
+        The executors then share it. Otherwise, it is lowered now. With `folded`, each launched CUDA
+        block may do the work of several. If dumps are enabled, each executor lowers its own
+        version, because dumps contain names.
         """
         if self._lowered is None or any(map(options.dump_enabled, _DUMPS)):
             return self._lower_alone(key, device, folded=folded)

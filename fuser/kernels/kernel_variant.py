@@ -185,8 +185,8 @@ class Needs:
     """The scalars that a launch of a kernel must evaluate: conditions, arguments, numbers of CUDA
     blocks and threads, and bytes of memory.
 
-    All are evaluated in one call. A tensor's place is its position among the inputs, then the
-    outputs, of the fusion.
+    All are evaluated in one call. The fields denote a tensor by its place: its position among the
+    inputs, then the outputs, of the fusion.
     """
 
     guards: Computed

@@ -21,6 +21,9 @@ Every later stage relies on these properties.
     T1[?S2{i1}, ?S3{i2}] = reshape( T0[iS0{i0}] )       sizes i0=12, i1=3, i2=4
     T1[iS2{i1}rf, iS3{i2}rf] = reshape( T0[iS0{i0}] )   Split: iS4{i0} by factor i2 -> iS2, iS3
 
+`S2` is an axis with the number 2, and `{i1}` its size. `iS` is an ordinary (iteration) axis, and
+`?S` an undecided one. `rf` marks axes that the reshape derives from an axis of its operand.
+
 The decisions form a key. The result for one set of sizes also serves other sizes with an equal key.
 """
 
@@ -71,9 +74,10 @@ class ConcretizationKey:
     - `empty`: the extents that are 0.
     - `clamps`: for each minimum or maximum of sizes, the position of the argument that is its
       value.
-    - `even_parts`: for each extent that a reshape splits or merges, its greatest common divisor
-      with the number of all devices. Into so many equal parts, devices can split the axis. The
-      tuple is () if every extent is divisible by the number of all devices.
+    - `even_parts`: for each extent that a reshape splits or merges, the greatest common divisor of
+      the extent and the number n of devices. It says into how many equal parts devices can split
+      the axis. The tuple is () if every extent is divisible by n. With several meshes, n is the
+      least common multiple of their sizes.
     """
 
     plans: tuple[ReshapePlan, ...]

@@ -340,7 +340,8 @@ def separate_updates(fusion: Fusion) -> None:
 
     Before: the tensor that an in-place update writes may be a fusion input. After: it is a copy
     (`set`) of that input, so an op reads the input's old value before another update overwrites it.
-    Host programs are built on this assumption.
+    Host programs are built on this assumption. In the example, `T0 -> T1` is an in-place update
+    that writes T0 into T1.
 
         inputs T0, T1; T0 -> T1, T1 -> T0      T2 = set(T0); T3 = set(T1); T2 -> T1, T3 -> T0
     """

@@ -142,8 +142,8 @@ class Merger:
         `kinds` are the kinds of merges to try, in this order; `_merge_all` describes each. The
         order has these reasons:
 
-        - "reduction" is first, so that several sums of one kernel are merged before a group that
-          reads their results: such a group mostly reads all of them.
+        - "reduction" is first: sums that can be in one kernel are merged before a group that reads
+          their results is. Such a group mostly reads all of these results.
         - None and "tail" follow. These two kinds complete the kernels of reductions, so that groups
           that read the results can merge.
         - "rows" and "whole" are last: kernels along rows and kernels of sums are complete by then.
@@ -212,8 +212,9 @@ class Merger:
         return kind != "pointwise" or self._pays(fusions[:-1], fusions[-1])
 
     def _joins_a_sum(self, place: int, part: SegmentGroup) -> bool:
-        """Returns whether `part`, a pointwise part of the merged kernel `place`, could join the
-        kernel of another sum instead, which is faster.
+        """Returns whether `part`, one of the kernels that were merged into the kernel with key
+        `place`, is pointwise and could instead be merged into the kernel of another sum. That would
+        be faster.
 
         An example is the gradient of a norm's input. The kernel that sums each row could compute
         it, or the kernel that computes the gradient of the weight. Measured on an H200, for a layer

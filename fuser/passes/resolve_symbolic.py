@@ -391,11 +391,11 @@ def _check_sizes(
     pairs: Sequence[tuple[TensorView, IterDomain]],
     values: Values,
 ) -> list[tuple[TensorView, IterDomain]]:
-    """Checks that the operands' axes which `op` joins to the axis `out` have equal sizes, and
-    returns the (tensor, axis) pairs that were compared.
+    """Checks that the axes of `op`'s operands that correspond to the axis `out` of its result have
+    equal sizes. Returns the (tensor, axis) pairs that were compared.
 
-    A broadcast axis that is not expanded may have another size and is not compared, unless `out` is
-    a reduction axis.
+    `pairs` has the operands, each with its axis. A broadcast axis that is not expanded may have
+    another size and is not compared, unless `out` is a reduction axis.
     """
     sized = [
         (tv, a)

@@ -398,7 +398,8 @@ class _Segmenter:
         return levels
 
     def _store_early(self, stored: dict[TensorView, None]) -> None:
-        """Adds to `stored` tensors that kernels of many different levels would each compute again.
+        """Chooses further tensors to store, and adds them to `stored`: those that kernels of many
+        different levels would otherwise each compute again.
 
         The level of a kernel is the number of library ops, views and communications before it.
         Kernels of different levels cannot be merged, because each waits for results of the level

@@ -105,8 +105,9 @@ def _reshape_strides(
 def contiguity_of(
     tv: TensorView, strides: Strides, order: Sequence[int], extents: Sequence[Scalar]
 ) -> tuple[bool | None, ...]:
-    """Returns whether each axis of a tensor is contiguous: whether its stride is the size of
-    everything inside it in memory.
+    """Returns whether each axis of a tensor is contiguous: whether its stride is the product of
+    extent and stride of the next axis inside it. The innermost axis is contiguous if its stride is
+    1.
 
     `order` lists the positions of all axes, outermost first. The result has one flag per axis, in
     this order. The flag is None if memory holds only one element along the axis.

@@ -5,7 +5,7 @@ Layout, under one folder of mode 0700:
     entries/KEY          JSON: the key, the name of the object, the symbol of the kernel in it
     objects/DIGEST.EXT   the object (`.so`, often of several kernels, or `.cubin`); SHA-256 as name
     tuned/KEY            JSON: the result of the option `tune` for one kernel and class of inputs
-    locks/KEY.lock       held while a process compiles, or times, KEY
+    locks/KEY.lock       locked while a process compiles the kernel KEY, or times it for `tune`
 
 - Files are written under another name and renamed, so a reader sees a complete file or none.
 - Only regular files are read, and links are not followed. If a file is not as expected, the kernel

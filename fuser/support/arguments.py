@@ -346,8 +346,9 @@ def _is_item(item: Kind, value: object) -> bool:
     """Returns whether `value`, which is passed in place of a list, is meant as a list of one entry
     of the kind `item`.
 
-    This is so for a number of that kind. If the list accepts any entries, it is so for every object
-    that is not of a built-in type. Any other value is more likely a wrong argument.
+    This is so for a number of that kind. If the list accepts entries of any kind, it is also so for
+    every object whose type is not built into Python. Any other value is more likely a wrong
+    argument.
     """
     if item is _ANY:
         return type(value).__module__ != "builtins"

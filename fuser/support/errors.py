@@ -158,7 +158,7 @@ class InputError(FuserError, ValueError):
 
 
 class DivisionByZeroError(InputError, ZeroDivisionError):
-    """Raised if an integer is divided by 0 among the scalars of a run.
+    """Raised if a scalar of a run is an integer that is divided by 0.
 
     The message names the scalar and its symbols.
     """

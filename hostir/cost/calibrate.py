@@ -4,12 +4,12 @@ One process measures its device: memory bandwidth, matmuls, and the host's time 
 a job, one per GPU or on CPUs, also measure their links: collectives, sends and peer copies. All
 other numbers come from an earlier calibration, or from the built-in machine if there is none.
 
-A measurement is a burst of equal calls. On a GPU, the calls of a burst are enqueued after a kernel
-that waits, so that only the GPU's time is measured. A number is the lower quartile of several
-bursts. In a job, a number is that of the slowest rank. Other work on the machine therefore has
-little influence. The host's times are those of single calls without CUDA graphs. If results are
-impossible, all measurements are repeated. Calibration fails if three attempts have impossible
-results.
+A measurement consists of several bursts, and a burst is a row of equal calls. On a GPU, the calls
+of a burst are enqueued after a kernel that waits, so that only the GPU's time is measured. The
+result of a measurement is the lower quartile of its bursts, so that other work on the machine has
+little influence. In a job, the result of the slowest rank is used. The host's times are those of
+single calls without CUDA graphs. If results are impossible, all measurements are repeated.
+Calibration fails if three attempts have impossible results.
 """
 
 from __future__ import annotations
@@ -547,8 +547,8 @@ def link_fields(bench: _Bench) -> Fields:
 
 def _allreduce_fields(bench: _Bench, make: Callable[[int], Callable[[], None]]) -> Fields:
     """Measures allreduces of small tensors, which this project carries out as one kernel instead of
-    a library call. Returns the time of each of its algorithms, and the bandwidth at which all
-    algorithms send.
+    a library call. Returns the time of each algorithm of this kernel, and one bandwidth at which
+    all algorithms send.
 
     `make` prepares an allreduce of a given number of bytes. Each algorithm is timed with its
     smallest and its largest message. Returns {} if nothing can be measured.

@@ -66,11 +66,11 @@ class Machine:
 
     - `device`: "GPU" or "CPU". On a CPU, a rank is one thread, which computes and communicates in
       turns.
-    - `matmul`: points (operations, operations per second) for float16, if every multiprocessor
-      computes a tile of the result. On a GPU, the operations are those of all matmuls of a call,
-      because the clock depends on how long the GPU is busy. On a CPU, they are those of one matmul.
-      The rate between two points is interpolated in the logarithm of the operations, and is
-      constant outside of the points.
+    - `matmul`: the speed of float16 matmuls if every multiprocessor computes a tile of the result,
+      as points (operations, operations per second). On a GPU, the operations of a point are those
+      of all matmuls of a call, because the clock depends on how long the GPU is busy. On a CPU,
+      they are those of one matmul. The rate between two points is interpolated in the logarithm of
+      the operations, and is constant outside of the points.
     - `matmul_dtypes`: the speed of matmuls in each dtype, relative to float16.
     - `tiles`: for each tile shape that the matmul library (cuBLAS) can choose: rows, columns, and
       relative speed.

@@ -710,11 +710,11 @@ class GainBound:
 
     @cached_property
     def _tensors(self) -> tuple[dict[TensorView, slice], Computed]:
-        """The places of the pair's tensor sizes in a list, and a function that computes this list.
-        The pair is a matmul and the communication next to it.
+        """A dict and a function for the sizes of the pair's tensors. The pair is a matmul and the
+        communication next to it.
 
-        The list has the sizes of each tensor on one rank, one tensor after another. The dict maps a
-        tensor to the slice of the list that has its sizes.
+        The function computes one list: the sizes of each tensor on one rank, one tensor after
+        another. The dict maps a tensor to the slice of the list that has its sizes.
         """
         places: dict[TensorView, slice] = {}
         scalars: list[Scalar] = []
@@ -784,7 +784,7 @@ def near(size: int, multiple: int) -> int:
 
     `multiple` is a common multiple of the sizes of all meshes. The largest common divisor of `size`
     and `multiple` is kept, and the other factor of `size` is rounded to few leading bits. A mesh
-    size therefore divides both sizes or neither.
+    size therefore divides either both `size` and the result, or neither of them.
     """
     part = math.gcd(size, multiple)
     count = abs(size) // part

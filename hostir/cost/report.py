@@ -263,8 +263,8 @@ def communications_of(
 ) -> tuple[CommunicationCost, ...]:
     """Returns the cost of each communication in which a rank takes part, in program order.
 
-    `place` is the position of the rank in the argument `places` of `traffic_of`. `seconds` has the
-    times of communications.
+    `traffic` has the bytes per op of some ranks, and `place` is the position of the rank among
+    these. `seconds` has the times of communications.
     """
     lines = line_numbers(program)
     return tuple(
@@ -287,8 +287,8 @@ def _seconds_of_class(made: SimulatedSchedule, number: int) -> dict[Op, float]:
     """Returns the seconds that each communication of the class `number` needs in all its runs if
     nothing else runs. A class consists of ranks that take the same time.
 
-    A send stands for its receive. For a kernel that reads other ranks' memory, the time is that of
-    the whole kernel.
+    The time of a transfer has the send as its key, not the receive. For a kernel that reads other
+    ranks' memory, the time is that of the whole kernel.
     """
     found: dict[Op, float] = {}
     for work in made.work:

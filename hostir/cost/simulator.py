@@ -312,7 +312,7 @@ def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: 
 @dataclass
 class _Shared:
     """The pieces of work of all classes of ranks (ranks that take the same time), in the order of
-    creation, and the tables that the builders of all classes use.
+    creation, and the tables that the builders (`_ScheduleBuilder`) of all classes share.
 
     - `classes`: the class number of each rank.
     - `by_key`: the communications so far. All classes that take part compute the same key, so only
@@ -370,8 +370,8 @@ class _ScheduleBuilder:
         self.calls: dict[object, tuple[WorkItem, ...]] = {}
 
     def run(self, items: Sequence[UnrolledOp]) -> None:
-        """Creates the work of all ops in `items` that the rank which stands for this class of equal
-        ranks runs.
+        """Creates the pieces of work of this class of equal ranks for the ops in `items`. Ops that
+        the rank which stands for the class does not run are left out.
         """
         mine = [item for item in items if item.mask[self.place]]
         products = [self._cost(item) for item in mine if isinstance(item.site.op, LibraryOp)]

@@ -30,7 +30,8 @@ class OpTraffic:
     """The bytes that one communication, or one kernel that reads other ranks' memory, moves in a
     run.
 
-    - `op`: the op of the host program. A send stands for its receives, too.
+    - `op`: the op of the host program. For a transfer it is the send, which is counted together
+      with its receives.
     - `along`: the mesh dimensions in which sender and receiver differ, such as `mesh_x` or `mesh_y
       mesh_x`. "" if they are on different meshes.
     - `members`: the number of ranks in a team, 2 for a send.
@@ -131,7 +132,8 @@ def _between(
     mesh: DeviceMesh | None, ranks: Sequence[int], senders: Array, receivers: Array
 ) -> str:
     """Returns the names of the dimensions of `mesh` along which senders and receivers differ; "" if
-    a receiver is not on the mesh. Both are rank indices.
+    any of them is not on the mesh. `senders` and `receivers` have rank indices, in pairs. `ranks`
+    has the global rank of each index.
     """
     given: list[int] = senders.tolist()
     taken: list[int] = receivers.tolist()
@@ -182,8 +184,9 @@ def _among(
     takes: Array,
     row: Collective | None = None,
 ) -> None:
-    """Adds the bytes that members of a team send to each other in one op to the sums in `found`.
-    Each member in `gives` sends to each other member in `takes`.
+    """Counts the bytes that members of a team send to each other in one op, and adds them to the
+    sums in `found`. Each member in `gives` sends to each other member in `takes`; both have a flag
+    for each rank.
 
     - `block`: for each rank, the bytes that it sends to one other member; `n`: the size of a team.
     - `row`: the type of collective; None if a kernel reads the other ranks' memory.

@@ -307,8 +307,11 @@ class _Why:
         return list(dict.fromkeys(r.where for r in found if r.how == "user"))
 
     def wanted(self, out: TensorView) -> list[Origin]:
-        """Returns the rows about the user's annotation of `out`, or of the tensor to whose
-        placement `out` is a step. Returns [] if the user annotated neither.
+        """Returns the rows of the Provenance section about the user's annotation of `out`.
+
+        A communication in several steps has intermediate results. If `out` is one of them, returns
+        the rows about the user's annotation of the final tensor. Returns [] if the user annotated
+        neither.
         """
         seen: set[int] = set()
         number: int | None = out.number
@@ -331,8 +334,9 @@ class _Why:
         """Returns the tensors of the user's program between which a communication changes the
         placement.
 
-        A communication may move a view of a tensor with one more axis, such as [2, 4, 16] for a
-        tensor [8, 16] of which it moves blocks. Returns `inp` and `out` if they are no such views.
+        In place of a tensor, a communication may move a view of it: for example [2, 4, 16] for
+        blocks of a tensor [8, 16]. The result then has the tensors of which `inp` and `out` are
+        views. Returns `inp` and `out` themselves if they are not such views.
         """
         source, row, first = inp, self.row(out.number, None), self.row(inp.number, None)
         for made in self.path(first, None) if first is not None else ():
@@ -422,8 +426,9 @@ class _Why:
                 )
 
     def also(self, row: Origin, out: TensorView) -> str:
-        """Returns a text in parentheses that lists the ops that read `out` in other source lines of
-        the user than the op of `row`: ` (and linear at mlp.py:15)`. Returns "" if there are none.
+        """Returns a text in parentheses about further ops that read `out`: ` (and linear at
+        mlp.py:15)`. Ops in the same source line as the op of `row` are left out. Returns "" if no
+        op remains.
         """
         texts = dict.fromkeys(
             f"{op.name}{_at(op.where)}" for op in self.readers(out) if op.where != row.where
@@ -535,7 +540,8 @@ class _Why:
 
 def change_words(op: Op, inp: TensorView, out: TensorView) -> str:
     """Returns the placements before and after a communication as text, such as `axis 0 split over
-    mesh_x -> replicated`. Returns "" for a part of a tensor inside a loop.
+    mesh_x -> replicated`. Returns "" if a placement has no such text, because the tensor is a part
+    of another tensor inside a loop.
     """
     movement = op.movement if isinstance(op, HostOp) else None
     kind = "SUM" if movement is None else movement.red_op

@@ -364,18 +364,18 @@ class WaitForGraph:
 
 
 def left_key(team: Team) -> Calls:
-    """Returns the key of the entry in this rank's `Ledger` for calls of a team that failed.
+    """Returns the key under which this rank's `Ledger` records that a call of a team has failed.
 
-    The entry is the number of the team's latest call that failed on this rank, counted from 1. It
-    is removed when all other ranks know of the failure.
+    The entry of this key is the number of the team's latest call that failed on this rank, counted
+    from 1. The entry is removed when all other ranks know of the failure.
     """
     return Calls(LEFT, team)
 
 
 def _has_left(theirs: Mapping[Calls, int], mine: Mapping[Calls, int]) -> bool:
-    """Returns whether another rank can no longer take part in the call of a program that this rank
-    is in, because an error ended this call or a later call of the same team on the other rank.
+    """Returns whether another rank has left the call of a program in which this rank is.
 
+    This is so if an error ended this call, or a later call of the same team, on the other rank.
     `theirs` and `mine` are the call counts of the other rank and of this rank.
     """
     left = [(key.team, n) for key, n in theirs.items() if key.kind == LEFT]

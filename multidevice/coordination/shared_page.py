@@ -1,8 +1,8 @@
 """Memory that the ranks of one host share, in a file without a name.
 
-An aborted job therefore leaves no file. The first rank of a team creates an anonymous file in
-memory. The other ranks open the file through `/proc`. The system frees the memory when the last
-process that maps it ends, in any way.
+The first rank of a team creates an anonymous file in memory. The other ranks open the file through
+`/proc`. The system frees the memory when the last process that maps it ends, in any way. An aborted
+job therefore leaves no file.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def open_together(
 ) -> mmap.mmap | None:
     """Allocates `nbytes` of zeroed memory that all ranks of a team share.
 
-    An additional line precedes the memory. It has a random key, by which a rank checks that it has
-    opened the right file. Returns None on every rank if the ranks do not all share a host and its
-    process numbers.
+    The returned mapping begins with LINE_NBYTES additional bytes. They contain a random key, by
+    which a rank checks that it has opened the right file. Returns None on every rank if the ranks
+    do not all share a host and its process numbers.
 
     - `exchange`: sends a payload to all ranks of the team and returns all payloads. All ranks must
       call it.

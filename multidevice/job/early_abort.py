@@ -93,7 +93,7 @@ def user_frames(error: BaseException, trace: TracebackType | None) -> str | None
     problem. The whole traceback is needed for two kinds of errors:
 
     - errors that this project does not define, and errors caused by these;
-    - errors with a script that reproduces them.
+    - errors to which a script that reproduces them is attached (as a note of the exception).
     """
     is_ours = isinstance(error, FuserError) and not getattr(error, "__notes__", None)
     causes = (error.__cause__, None if error.__suppress_context__ else error.__context__)

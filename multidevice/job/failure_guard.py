@@ -170,12 +170,12 @@ class Guard:
             self._end(text, 130 if kind is KeyboardInterrupt else 1, frames or "", ranks)
 
     def _is_told_by_another(self, error: BaseException) -> bool:
-        """Returns whether this rank need not report `error`, because another rank with the same
-        error has reported it or another failure.
+        """Returns whether this rank need not report `error`, because another rank has reported a
+        failure.
 
-        If several ranks have the same error, only the first of them reports it, so that it is
-        printed once. Each of the others waits here up to a second for this report. Returns False at
-        once on the first of these ranks, and for an error of this rank alone.
+        If several ranks have the same error, only the first of them reports the error, so that it
+        is printed once. The others wait up to a second for the announcement of the first rank that
+        it has failed. Returns False at once on the first rank, and for an error of this rank alone.
         """
         control = self._control
         ranks = error.ranks if isinstance(error, FuserError) else ()

@@ -1,9 +1,9 @@
 """Small allreduces between the GPUs of one host, each as one kernel over mapped memory.
 
-The ranks of a team have mapped one memory area of each other. A backend first offers each call to
-`AllreduceKernels`, and executes the calls that `AllreduceKernels` does not take. This decision
-depends only on the team, the size, the dtype and the reduction. So it is the same on all ranks.
-Either all ranks of a team have mapped the areas of all others, or none has.
+Each rank of a team has one memory area, which all other ranks of the team have mapped. A backend
+first offers each call to `AllreduceKernels`, and executes the calls that `AllreduceKernels` does
+not take. This decision depends only on the team, the size, the dtype and the reduction. So it is
+the same on all ranks. Either all ranks of a team have mapped the areas of all others, or none has.
 
 The kernels of a team are matched by their order alone, like the collectives of NCCL. Each rank runs
 them one after another, in the order in which its host starts them, on any streams and in any CUDA
@@ -132,7 +132,7 @@ class _Area:
     - `report`: host memory to which a kernel writes when it gives up waiting for a rank.
     - `order`: makes the kernels run one after another.
     - `kernels`, `launches`: the compiled kernels, and their prepared launches.
-    - `tags`: the text of each call, with the number that identifies the call in a report.
+    - `tags`: for each call, as text, the number by which a report identifies the call.
     """
 
     team: Team
@@ -356,9 +356,9 @@ class AllreduceKernels:
     def failure(self) -> str:
         """Returns the error message about a kernel that gave up waiting for another rank; else "".
 
-        A message that a wait for the result has already raised is not returned. The first call
-        after a new report returns "", so that such a wait can raise the error first. The next call
-        returns the message.
+        A message that a wait for the result has already raised is not returned. When a kernel has
+        newly reported, the first call returns "", so that such a wait can raise the error first.
+        The next call returns the message.
         """
         for area in (*self._areas.values(), *self._kept):
             if area is None or not area.words[0] or area.words[REPORT_WORDS - 1]:
@@ -417,9 +417,10 @@ class AllreduceKernels:
     def _connect(self, team: Team, key: Key) -> _Area | None:
         """Allocates this rank's memory area for a team, and maps the areas of the other ranks.
 
-        The kernels of the ranks exchange data through these areas. `key` says which kernel the team
-        needs first; it is compiled here, so that a failure is found in time. Returns None on all
-        ranks of the team if any of this fails on one of them.
+        The kernels of the ranks exchange data through these areas. `key` (dtype, reduction,
+        algorithm) says which kernel the team needs first. The method also compiles this kernel.
+        Returns None on all ranks of the team if anything fails on one of them; the backend then
+        executes the team's allreduces.
         """
         area, hello = None, {"why": "FUSER_DISABLE=allreduce_kernel"}
         if not options.disabled("allreduce_kernel"):

@@ -465,10 +465,10 @@ def _reduce(group: Any, call: CollectiveCall) -> list[Any]:
 
 
 class _ReduceParts:
-    """A reduce-scatter as an all-to-all of the parts, followed by a local reduction of received
-    parts.
+    """A reduce-scatter, executed as an all-to-all in which each rank receives its part of all
+    operands, and a local reduction of the received parts.
 
-    This sends half as much data as an allreduce would.
+    An allreduce would send twice as much data.
     """
 
     def __init__(self, work: Any, parts: torch.Tensor, call: CollectiveCall) -> None:

@@ -163,9 +163,9 @@ class Mailbox:
     def uses(self, peer: int, slot: int) -> int:
         """Returns how many sends to `peer` have used the entry `slot` of the mailbox so far.
 
-        The mailbox is shared memory in which the ranks announce transfers. On GPUs, this number is
-        also the value of the flags (numbers in memory by which one GPU signals another) of the last
-        transfer.
+        The mailbox is shared memory in which the ranks announce transfers. On GPUs, ranks also
+        signal each other by flags in GPU memory. The number that this method returns is then the
+        value of the flags of the entry's last transfer.
         """
         return self._uses[peer][slot]
 
@@ -274,8 +274,8 @@ class Mailbox:
 class Numbered:
     """A send or receive, with the number (tag) by which sender and receiver match it.
 
-    `count` is how many sends (or receives) with the same other rank have been started, including
-    this one.
+    `count` is the number of the transfer, from 1, among the sends to (or receives from) the same
+    rank. It is 0 for transfers of a collective, which are not counted one by one.
     """
 
     transfer: Transfer
@@ -451,9 +451,10 @@ class PeerBackend(CheckedBackend):
     def take_back(self, team: Team) -> None:
         """Makes the other ranks of a team drop the CUDA graphs that the team captured together.
 
-        Called when this rank failed to repeat a run that the others repeat by graphs. Ranks compare
-        how many calls each has made. This rank counts one call that the others have not made; they
-        notice the difference in the next comparison, and drop their graphs.
+        Called when this rank failed in a run that all ranks should have executed by launching
+        graphs. Ranks compare how many calls each has made. This rank counts one call that the
+        others have not made; they notice the difference in the next comparison, and drop their
+        graphs.
         """
         # The number of votes must not be decreased: old tokens with the same number would be taken
         # for new ones.

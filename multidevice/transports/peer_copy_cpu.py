@@ -1,9 +1,10 @@
 """Peer copies among the processes of a host: tensors in shared memory, copied by the receiver.
 
 A rank copies the data of all its started receives during any of its waits. So a sender need not
-wait until the receiver waits for that very receive. A batch of sends and receives returns when its
-data has arrived, because CPU ranks have no streams: what this rank sends later then comes after the
-receives, as on the stream of a GPU.
+wait until the receiver waits for that very receive.
+
+Starting a batch of sends and receives blocks the rank until the received data has arrived. On a
+GPU, the stream ensures that later sends come after these receives. CPU ranks have no streams.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ class CpuPeerBackend(PeerBackend):
         works -= {w for w in works if isinstance(w, _Copies) and w.mailbox not in kept}
 
     def _mend(self, team: Team) -> None:
-        """Drops the mailboxes of a team after a failed call, and those of all teams with only ranks
-        of it.
+        """Drops the mailboxes of a team, and of each team whose ranks all belong to it, after a
+        failed call.
 
         A mailbox is the shared memory in which the ranks of a team announce transfers. A failed
         program may have left announcements there that no rank will answer.

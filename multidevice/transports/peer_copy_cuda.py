@@ -24,8 +24,9 @@ Each graph node with flag operations takes microseconds on the GPU. Therefore:
 - The wait for *ready* runs parallel to the stream's work before the copy, once this rank has itself
   written *ready* for its earlier sends.
 
-One node both writes *ready* and waits. A GPU may run the nodes of a graph in any order. Ranks still
-cannot wait for each other in a cycle, because the order is the same on all ranks.
+The GPU chooses the order in which it runs nodes that do not depend on each other, but the order is
+the same on all ranks. One node first writes *ready* and then waits, so ranks cannot wait for each
+other in a cycle.
 """
 
 from __future__ import annotations
@@ -254,9 +255,9 @@ class CudaPeerBackend(PeerBackend):
         rank has announced to them so far.
 
         This rank announces the memory of the data before each transfer. The other rank maps the
-        memory, then answers; only after the answer may this rank free the memory. The progress of
-        this rank's host proves nothing, because only its stream waits for the other rank.
-        Announcements after this call are ignored.
+        memory, then answers; only after the answer may this rank free the memory. That this rank's
+        host has continued proves nothing, because not the host but a CUDA stream waits for the
+        other rank. Announcements after this call are ignored.
         """
         open_ones = {mailbox: mailbox.unanswered() for mailbox in self._mailboxes.values()}
 

@@ -206,9 +206,10 @@ DONE = DoneWork()
 
 
 class FinishingWork:
-    """The handle of a communication after which this rank must act, such as copy the received data.
+    """The handle of a communication that this rank must finish itself, for example by copying the
+    received data.
 
-    The function `finish` performs this action. The first `wait` calls `finish`, once.
+    The function `finish` does that. The first `wait` calls `finish`, once.
     """
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
@@ -591,7 +592,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return FinishingWork(work, lambda: out.div_(count))
 
     def _start_ordered(self, call: CollectiveCall, inp: torch.Tensor, *, is_max: bool) -> Work:
-        """Starts a MIN or MAX of floats as the same reduction of integers that have the same order.
+        """Starts a MIN or MAX of floats as a MIN or MAX of integers in the same order.
 
         This is needed because transports lose NaN in MIN and MAX, while torch returns NaN.
         `as_ordered` maps floats to integers.

@@ -53,14 +53,17 @@ ROOT_PART, ROOT_PARTS = Side(at_root=True), Side(per_member=True, at_root=True)
 class Collective:
     """One collective, such as allgather: an entry of the table of collectives.
 
-    - `name`, `method`: the name in host programs, and in error messages and backends.
+    - `name`: the name in host programs, such as Allgather.
+    - `method`: the name in error messages, and of the backends' method if there is one.
     - `inp`, `out`: the form of operand and result, such as one part per rank of the team.
     - `sharing`: how operand and result may share a buffer.
     - `bus`: a function of the number n of ranks; returns the fraction of the larger buffer that
       each rank sends.
     - `block`: a function of the bytes of operand and result, and n; returns the bytes from each
       rank to each other one. The bytes may be arrays with one entry per rank.
-    - `reduces`: the ranks whose operands a result reduces; None if nothing is reduced.
+    - `reduces`: "all" if each result is a reduction of all ranks' operands; "prefix" if the result
+      of the i-th rank reduces only the operands of ranks 0 to i of the team; None without a
+      reduction.
 
     Entries are compared by identity.
     """
@@ -242,7 +245,7 @@ _How = TypeVar("_How")
 
 
 class TransportTable(dict[Collective, _How]):
-    """The functions by which one transport executes collectives, by collective.
+    """A table of one transport: for each collective, the function that executes it.
 
     A look-up of a collective that the transport does not support raises `UnsupportedError`.
     """

@@ -382,7 +382,8 @@ class PeerMemory(Backend, Protocol):
     def take_back(self, team: Team) -> None:
         """Makes the other ranks of a team drop the CUDA graphs that the team captured together.
 
-        Called after this rank failed to repeat a run that the others repeated by graphs.
+        Called after this rank failed in a run that all ranks should have executed by launching
+        graphs.
         """
         ...
 
@@ -491,7 +492,8 @@ class Vote:
     def take_back(self) -> None:
         """Makes the other ranks drop the CUDA graphs that the team captured together.
 
-        Called after this rank failed to repeat a run that the others repeated by graphs.
+        Called after this rank failed in a run that all ranks should have executed by launching
+        graphs.
         """
         self.voters().take_back(self.team)
 
@@ -582,9 +584,9 @@ class Captured:
     def take_back(self, team: Team) -> None:
         """Makes the other ranks of a team drop the CUDA graphs that the team captured together.
 
-        Called after this rank failed to repeat a run that the others repeated by graphs. The other
-        ranks notice the failure in their next exchange of messages. The ranks then compare how many
-        calls each has made, and these counts differ.
+        Called after this rank failed in a run that all ranks should have executed by launching
+        graphs. The other ranks notice the failure in their next exchange of messages. The ranks
+        then compare how many calls each has made, and these counts differ.
         """
         del team
 

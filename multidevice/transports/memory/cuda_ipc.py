@@ -6,14 +6,14 @@ The owner must not free a piece that another process has mapped. Therefore:
 
 - Another process holds a shared lock on the file until it has unmapped the piece. The system
   releases the locks of a process that ends.
-- When no tensor of the owner uses the piece, the owner returns it: it closes the descriptor by
-  which other processes find the file. The owner frees the piece when it gets an exclusive lock on
-  the file, through a second descriptor.
+- When no tensor of the owner uses the piece, the owner withdraws it: the owner closes the
+  descriptor by which other processes find the file. It frees the piece when it gets an exclusive
+  lock on the file, through a second descriptor.
 
-Another process unmaps a returned piece when none of its objects needs the piece any more. A
-captured CUDA graph that may read the piece keeps such an object. Before memory is unmapped or
-freed, a process waits until its GPU has done all its work. It does so at the beginning of a run:
-then no process waits for work of another GPU, so the wait ends.
+Another process unmaps a withdrawn piece when no object of that process refers to the piece any
+more. A captured CUDA graph that may read the piece refers to such an object. Before memory is
+unmapped or freed, a process waits until its GPU has done all its work. It does so at the beginning
+of a run: then no process waits for work of another GPU, so the wait ends.
 """
 
 from __future__ import annotations
@@ -487,11 +487,11 @@ class IpcMemory:
         self._goes_on(stream, before)
 
     def beside(self, act: Callable[[], object], after: Sequence[object], stream: int) -> None:
-        """Captures the work that `act` enqueues so that it runs parallel to the stream's earlier
-        work.
+        """Captures the work that `act` enqueues as a branch of a CUDA graph that runs parallel to
+        the stream's earlier work.
 
-        The work runs after the graph nodes `after`. Later work of the stream waits for this work
-        and for the stream's earlier work.
+        The branch begins after the graph nodes `after`. Later work of the stream waits both for the
+        branch and for the stream's earlier work.
         """
         before = self.captured(stream)
         self._goes_on(stream, after)
@@ -499,8 +499,8 @@ class IpcMemory:
         self._goes_on(stream, [*before, *self.captured(stream)])
 
     def captured(self, stream: int) -> list[Any]:
-        """Returns the nodes of a CUDA graph that the next work captured on `stream` will depend
-        on.
+        """Returns nodes of the CUDA graph that is captured on `stream`: those on which the next
+        captured work will depend.
         """
         found = self._cuda.cuStreamGetCaptureInfo(stream)
         self._check("cuStreamGetCaptureInfo", found[0])

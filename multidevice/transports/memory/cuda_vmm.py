@@ -40,8 +40,7 @@ _MAX_ROWS = 16
 
 @dataclass(eq=False)
 class _Range:
-    """A reserved range of addresses, at which `parts` shards of equal size are mapped one after
-    another.
+    """A reserved range of addresses, which contains `parts` shards of equal size without gaps.
 
     A shard is the part of a tensor that one rank stores. The range is either a shard that this
     process has allocated, or several shards of different ranks. Only a shard of this process has
@@ -178,9 +177,10 @@ class GpuShards:
 
     # ------------------------------------------------------------ rows
     def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-        """Maps the shards at the locations `places` one after another, as one uint8 tensor.
+        """Maps the shards at the locations `places` without gaps, as one uint8 tensor.
 
-        A shard is the part of a tensor that one rank stores. Each has `nbytes` bytes.
+        A shard is the part of a tensor that one rank stores. Each has `nbytes` bytes. A location is
+        a rank, the name of memory that the rank shares, and an offset in this memory.
 
         Raises:
             CommunicationError: the process of a rank has ended.

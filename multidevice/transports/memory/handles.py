@@ -2,7 +2,7 @@
 
 A shard is the part of a tensor that one rank stores. Memory is shared in pieces. Each piece has a
 file without a name, which the owner process keeps open while it shares the piece. Other processes
-open the file through `/proc` under the number of the owner process. The owner returns a piece by
+open the file through `/proc` under the number of the owner process. The owner withdraws a piece by
 closing the file.
 
 The owner sends the name of a piece to other ranks. The name also contains how many pieces the owner
@@ -172,7 +172,8 @@ class MemoryLocation:
 
 
 class Rows(Protocol):
-    """The interface of shared memory that can map parts of several ranks' memory one after another.
+    """The interface of shared memory that can map parts of several ranks' memory at consecutive
+    addresses.
 
     `unit` is the word for the unit of mapping in error messages, such as "pages".
     """
@@ -201,8 +202,8 @@ class Rows(Protocol):
         ...
 
     def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-        """Maps `nbytes` bytes at each location in `places` one after another, as one uint8
-        tensor.
+        """Maps `nbytes` bytes at each location in `places`, at consecutive addresses, as one uint8
+        tensor. A location is a rank, the name of memory that the rank shares, and an offset.
         """
         ...
 

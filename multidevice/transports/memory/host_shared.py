@@ -1,7 +1,7 @@
 """Memory that the processes of a host share, allocated in files without a name.
 
-Parts of a tensor that several ranks store (shards) may also be mapped one after another
-(`SharedMemory.row`), if they consist of whole pages of memory.
+The parts of a tensor that several ranks store (shards) may also be mapped at consecutive addresses,
+as one tensor (`SharedMemory.row`). Each part must then consist of whole pages of memory.
 """
 
 from __future__ import annotations
@@ -192,10 +192,12 @@ class SharedMemory:
         return self._mapped.find(name, peer)
 
     def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-        """Maps `nbytes` bytes at each location in `places` one after another, as one uint8 tensor.
+        """Maps `nbytes` bytes at each location in `places`, at consecutive addresses, as one uint8
+        tensor.
 
-        The tensor can only be read. Each location must be at the start of a memory page, and
-        `nbytes` a multiple of the page size. Raises `CommunicationError` if a process has ended.
+        A location is a rank, the name of memory that the rank shares, and an offset. The tensor can
+        only be read. Each location must be at the start of a memory page, and `nbytes` a multiple
+        of the page size. Raises `CommunicationError` if a process has ended.
         """
         key = (*((place.name[:4], place.at) for place in places), nbytes)
         found = self._rows.pop(key, None)
@@ -234,7 +236,7 @@ def _array(fd: int, nbytes: int) -> numpy.ndarray:
 
 
 def _row(places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-    """Maps parts of several processes' files one after another; returns them as one uint8 tensor.
+    """Maps parts of several processes' files at consecutive addresses; returns one uint8 tensor.
 
     The memory is unmapped when the tensor is freed.
     """
