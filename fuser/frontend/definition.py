@@ -43,6 +43,7 @@ from fuser.support.errors import (
     NoReproInputsError,
     OtherEntranceError,
     advice_on_nvfuser,
+    counted,
     user_code,
     user_line,
 )
@@ -114,7 +115,8 @@ def _refused_call(given: int, named: Mapping[str, object]) -> ArgumentError:
     options = ("device", "save_repro_inputs", "_enable_options", "_disable_options")
     name = next((n for n in named if advice_on_nvfuser("fd.execute", n)), next(iter(named), ""))
     text = (
-        f"expected one list of inputs, got {given} arguments: write fd.execute([x, y]), or fd(x, y)"
+        f"expected one list of inputs, got {counted(given, 'argument')}: write fd.execute([x, y]), "
+        "or fd(x, y)"
     )
     if advice := advice_on_nvfuser("fd.execute", name):
         text = f"there is no option {name!r}: {advice}"

@@ -21,7 +21,7 @@ from fuser.ir.ops.scan_ops import ScanOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ops.reference.meaning import evaluate_fusion
 from fuser.support.arguments import checked
-from fuser.support.errors import UnsupportedError, ValidationError
+from fuser.support.errors import UnsupportedError, ValidationError, counted
 from fuser.support.inputs import flatten
 
 Tolerance = tuple[float, float]
@@ -142,8 +142,8 @@ def compare(
     shown = [out for out in fusion.outputs if not fusion.is_hidden(out)]
     if not len(outputs) == len(wanted) == len(shown):
         raise ValidationError(
-            f"Validation error: expected {len(shown)} outputs and as many references, got "
-            f"{len(outputs)} outputs and {len(wanted)} references"
+            f"Validation error: expected {counted(len(shown), 'output')} and as many references, "
+            f"got {counted(len(outputs), 'output')} and {counted(len(wanted), 'reference')}"
         )
     found = _tolerances(fusion, args)
     places = {id(tv): k for k, tv in enumerate(fusion.outputs)}

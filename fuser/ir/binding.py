@@ -17,7 +17,14 @@ from fuser.ir.fusion import TensorView
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.scalar.compiled import PythonText
 from fuser.ir.scalar.constructors import Const, Number, Scalar, Symbol, evaluate, symbols
-from fuser.support.errors import FuserError, InputError, ShardingError, padding_words, user_code
+from fuser.support.errors import (
+    FuserError,
+    InputError,
+    ShardingError,
+    counted,
+    padding_words,
+    user_code,
+)
 from fuser.support.record import record
 from fuser.support.torch_calls import class_check
 
@@ -113,7 +120,8 @@ class Binder:
         """
         if len(arguments) != len(self._declared):
             raise InputError(
-                f"the program has {len(self._declared)} inputs, but {len(arguments)} were passed"
+                f"the program has {counted(len(self._declared), 'input')}, but {len(arguments)} "
+                "were passed"
             )
         if not known:
             # Compiled at the second call, because many definitions are called only once.
@@ -144,8 +152,8 @@ class Binder:
                 )
             if given.dim() != len(axes):
                 raise InputError(
-                    f"{tensor_words(declared)} must have {len(axes)} axes, got a tensor of shape "
-                    f"{list(given.shape)}{in_ir(declared)}"
+                    f"{tensor_words(declared)} must have {counted(len(axes), 'axis')}, got a "
+                    f"tensor of shape {list(given.shape)}{in_ir(declared)}"
                 )
             for axis, local in zip(axes, given.shape, strict=True):
                 size = local * axis.blocks

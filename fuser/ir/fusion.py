@@ -277,8 +277,9 @@ class TensorView:
             )
         if position < self.compute_at:
             raise DefinitionError(
-                f"cannot split {inp} of {self}: the tensor is inlined, so that its first "
-                f"{self.compute_at} axes are loops of other tensors, too. Split before inlining"
+                f"cannot split {inp} of {self}: the tensor is inlined at position "
+                f"{self.compute_at}, so the axes before this position are loops of other tensors, "
+                "too. Split before inlining"
             )
         built = DomainBuilder(self.fusion)
         parts = built.split(inp, factor, inner_split=inner_split)
@@ -489,8 +490,8 @@ class TensorView:
         )
         if len(flags) != len(axes):
             raise DefinitionError(
-                f"set_allocation_domain of {self}: expected {len(axes)} contiguity flags, one per "
-                f"axis, got {len(flags)}"
+                f"set_allocation_domain of {self}: expected "
+                f"{counted(len(axes), 'contiguity flag')}, one per axis, got {len(flags)}"
             )
         self.domain = self.domain.with_allocation(order, flags)
 

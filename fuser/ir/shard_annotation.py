@@ -24,6 +24,7 @@ from fuser.support.errors import (
     DefinitionError,
     ShardingError,
     UnsupportedError,
+    counted,
     padding_words,
 )
 from fuser.support.record import record
@@ -181,8 +182,9 @@ def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> 
         size = sc.int_value(tv.fusion.canonical(axis.size))
         if size is not None and size % count:
             raise ShardingError(
-                f"shard: axis {dim} of {tv} has {size} elements, which cannot be divided into "
-                f"equal shards for {count} devices of {mesh}{padding_words(size, count)}"
+                f"shard: axis {dim} of {tv} has {counted(size, 'element')}, which cannot be "
+                f"divided into equal shards for {count} devices of "
+                f"{mesh}{padding_words(size, count)}"
             )
     return dims
 
@@ -201,8 +203,9 @@ def _dim_of(tv: TensorView, position: int, placed: Any) -> int | None:
         dim += tv.ndim if dim < 0 else 0
         if not 0 <= dim < tv.ndim:
             raise ShardingError(
-                f"shard: placement {position} is Shard({placed.dim}), but {tv} has {tv.ndim} axes: "
-                f"expected {f'{-tv.ndim} to {tv.ndim - 1}' if tv.ndim else 'Replicate()'}"
+                f"shard: placement {position} is Shard({placed.dim}), but {tv} has "
+                f"{counted(tv.ndim, 'axis')}: expected "
+                f"{f'{-tv.ndim} to {tv.ndim - 1}' if tv.ndim else 'Replicate()'}"
             )
         return dim
     if is_torchs and "Partial" in name:

@@ -14,7 +14,7 @@ from operator import is_
 from sys import maxsize
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
-from fuser.support.errors import NoOperandError
+from fuser.support.errors import NoOperandError, counted
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class Values(list[T]):
         places = range(len(self))[slice(start, stop)]
         found = next((k for k in places if self[k] is value or self[k] == value), None)
         if found is None:
-            raise ValueError(f"{value} is not in the list of {len(self)} values")
+            raise ValueError(f"{value} is not in the list of {counted(len(self), 'value')}")
         return found
 
 
@@ -97,7 +97,9 @@ def numbered(what: str, expr: object, values: Sequence[T], index: int) -> T:
     """
     if not 0 <= index < len(values):
         text = " ".join(str(expr).split())
-        raise NoOperandError(f"{what}({index}) does not exist: {text} has {len(values)} {what}s")
+        raise NoOperandError(
+            f"{what}({index}) does not exist: {text} has {counted(len(values), what)}"
+        )
     return values[index]
 
 

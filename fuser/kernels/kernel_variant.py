@@ -40,7 +40,7 @@ from fuser.lower.pipeline import lower_kernel
 from fuser.runtime.compiled_kernel import CompiledKernel
 from fuser.runtime.prepared_launch import BoundLaunch
 from fuser.support.device import VECTOR_BYTES, DeviceInfo, describe_device
-from fuser.support.errors import InputError, KernelError, user_code
+from fuser.support.errors import InputError, KernelError, counted, user_code
 from fuser.support.kernel_source import KernelSource
 from fuser.support.record import record
 
@@ -541,17 +541,18 @@ class KernelExtents:
 
     def _check(self, inputs: Sequence[Argument], tensors: Sequence[torch.Tensor]) -> None:
         fusion, name = self._fusion, self._name
+        outputs = len(tensors) - sum(isinstance(v, torch.Tensor) for v in inputs)
         if len(inputs) != len(fusion.inputs) or len(tensors) != len(self._tensors):
             raise InputError(
-                f"kernel {name} takes {len(fusion.inputs)} inputs and {len(fusion.outputs)} "
-                f"outputs, but it was called with {len(inputs)} inputs and "
-                f"{len(tensors) - sum(isinstance(v, torch.Tensor) for v in inputs)} outputs"
+                f"kernel {name} takes {counted(len(fusion.inputs), 'input')} and "
+                f"{counted(len(fusion.outputs), 'output')}, but it was called with "
+                f"{counted(len(inputs), 'input')} and {counted(outputs, 'output')}"
             )
         for tv, t in zip(self._tensors, tensors, strict=True):
             if t.dim() != tv.ndim:
                 raise InputError(
-                    f"kernel {name}: {tv} has {tv.ndim} dimensions, but the tensor that was passed "
-                    f"has the shape {tuple(t.shape)}"
+                    f"kernel {name}: {tv} has {counted(tv.ndim, 'dimension')}, but the tensor that "
+                    f"was passed has the shape {tuple(t.shape)}"
                 )
         for k, axis in self._expanded:
             tv, t = self._tensors[k], tensors[k]

@@ -23,7 +23,7 @@ from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.ir.types import BLOCK_TYPES, GRID_TYPES, MemoryType, ParallelType
 from fuser.ops.reference.meaning import REDUCING
-from fuser.support.errors import DefinitionError, UnsupportedError
+from fuser.support.errors import DefinitionError, UnsupportedError, counted
 
 PARALLEL = (*GRID_TYPES, *BLOCK_TYPES)
 # The names of thread and block coordinates in kernels.
@@ -417,7 +417,7 @@ class _Nests:
             _refuse(
                 stage,
                 f"is inlined at position {len(shared)}, but {reader.tv} has only "
-                f"{len(targets)} loop axes",
+                f"{counted(len(targets), 'loop axis')}",
             )
         picks: list[int] = []
         for axis in shared:

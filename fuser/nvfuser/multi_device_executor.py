@@ -27,7 +27,7 @@ from fuser.ir.memory_layout import dense_strides_of
 from fuser.ir.scalar.constructors import Scalar, int_value
 from fuser.ir.types import IrEnum
 from fuser.support.arguments import require
-from fuser.support.errors import ArgumentError, UnsupportedError
+from fuser.support.errors import ArgumentError, UnsupportedError, counted
 from hostir.ir.ops import PEER_COPIES
 from hostir.ir.program import HostIrContainer
 from hostir.lowering.params import STANDALONE, LowerParams, check_number_of_streams
@@ -78,8 +78,8 @@ class MultiDeviceExecutorParams:
         """Creates the options, after checking that all parameters exist."""
         if len(given) > len(_KINDS):
             raise ArgumentError(
-                f"{cls.__name__}: got {len(given)} values for the {len(_KINDS)} parameters "
-                f"{', '.join(_KINDS)}"
+                f"{cls.__name__}: got {counted(len(given), 'value')} for the {len(_KINDS)} "
+                f"parameters {', '.join(_KINDS)}"
             )
         for name in named:
             _check_name(name)

@@ -15,7 +15,7 @@ from fuser.ir.ops.attention_ops import AttentionOp, SdpaBwdOp, SdpaFwdOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Const, Scalar, ScalarLike
 from fuser.ops.building import add_op, as_operand, axes_of, fail, join_axes, mesh_of, unexpanded
-from fuser.support.errors import DefinitionError, DtypeError
+from fuser.support.errors import DefinitionError, DtypeError, counted
 
 D = DataType
 _RANK = 4
@@ -152,7 +152,8 @@ class _Axes:
             query = self._given["query"]
             raise fail(
                 name,
-                f"query needs at least 4 axes, [.., N, H, L, E], but {query} has {query.ndim} axes",
+                f"query needs at least 4 axes, [.., N, H, L, E], but {query} has "
+                f"{counted(query.ndim, 'axis')}",
             )
         self._leading = op.LEADING[len(op.LEADING) - (rank - _RANK) :]
         self._check_dtypes()
@@ -166,8 +167,8 @@ class _Axes:
                 hint = f": broadcast it to {len(letters)} axes" if is_short else ""
                 raise fail(
                     name,
-                    f"{field} needs {len(letters)} axes [{shown}], but {tv} has {tv.ndim} "
-                    f"axes{hint}",
+                    f"{field} needs {len(letters)} axes [{shown}], but {tv} has "
+                    f"{counted(tv.ndim, 'axis')}{hint}",
                 )
             for letter, axis in zip(letters, axes_of(tv), strict=True):
                 self._mapped.setdefault(letter, []).append((tv, axis))

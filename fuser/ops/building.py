@@ -140,8 +140,8 @@ def check_offsets(name: str, field: str, tv: TensorView) -> None:
     """
     if tv.dtype() is not DataType.Int32 or tv.ndim != 1:
         raise DtypeError(
-            f"{name}: {field} must have 1 axis and the dtype Int32, but {tv} has {tv.ndim} axes "
-            f"and the dtype {tv.dtype().name} (at {user_line()})"
+            f"{name}: {field} must have 1 axis and the dtype Int32, but {tv} has "
+            f"{counted(tv.ndim, 'axis')} and the dtype {tv.dtype().name} (at {user_line()})"
         )
 
 

@@ -40,7 +40,7 @@ from fuser.ops.elementwise import apply_pointwise, copy_tensor
 from fuser.ops.factories import iota, uniform
 from fuser.ops.reduction_table import computed_in
 from fuser.support.arguments import show
-from fuser.support.errors import DtypeError, user_line
+from fuser.support.errors import DtypeError, counted, user_line
 
 _SQRT_HALF, _SQRT_TWO_BY_PI, _CUBIC = 0.7071067811865476, 0.7978845608028654, 0.044715
 _REDUCTIONS = ("none", "mean", "sum")
@@ -240,8 +240,8 @@ def _last_axes(name: str, input: TensorView, shape: Sequence[SizeLike]) -> list[
     if not 0 < len(shape) <= input.ndim:
         raise fail(
             name,
-            f"normalized_shape has {len(shape)} sizes, but {input} has {input.ndim} axes: pass the "
-            "sizes of one or more of the last axes",
+            f"normalized_shape has {counted(len(shape), 'size')}, but {input} has "
+            f"{counted(input.ndim, 'axis')}: pass the sizes of one or more of the last axes",
         )
     axes = list(range(input.ndim - len(shape), input.ndim))
     for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
@@ -263,8 +263,8 @@ def _normalized(
     if tv.ndim != len(axes):
         raise fail(
             name,
-            f"{field} must have {len(axes)} axes, one for each size in normalized_shape, but {tv} "
-            f"has {tv.ndim}",
+            f"{field} must have {counted(len(axes), 'axis')}, one for each size in "
+            f"normalized_shape, but {tv} has {tv.ndim}",
         )
     for i, axis in enumerate(axes):
         what = f"{name}: {field} {tv} and {input}"
@@ -400,8 +400,8 @@ def _of_indices(
     if target.ndim != x.ndim - 1:
         raise fail(
             name,
-            f"class indices must have {x.ndim - 1} axes, those of {x} without axis {axis}, but "
-            f"{target} has {target.ndim} axes",
+            f"class indices must have {counted(x.ndim - 1, 'axis')}, those of {x} without axis "
+            f"{axis}, but {target} has {counted(target.ndim, 'axis')}",
         )
     _declare(x, target, [i for i in range(x.ndim) if i != axis])
     places = _along(iota(classes, dtype=DataType.Int), axis, x.ndim)
@@ -463,8 +463,8 @@ def _of_probabilities(
     if target.ndim != x.ndim:
         raise fail(
             name,
-            f"class probabilities must have the {x.ndim} axes of {x}, but {target} has "
-            f"{target.ndim} axes",
+            f"class probabilities must have the {counted(x.ndim, 'axis')} of {x}, but {target} has "
+            f"{counted(target.ndim, 'axis')}",
         )
     _declare(x, target, list(range(x.ndim)))
     share = _parameter(name, "target", target, x)

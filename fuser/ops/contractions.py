@@ -32,7 +32,7 @@ from fuser.ops.building import (
 )
 from fuser.ops.elementwise import check_rank_at_least
 from fuser.ops.factories import full_tensor
-from fuser.support.errors import DtypeError, user_line
+from fuser.support.errors import DtypeError, counted, user_line
 
 Mapped = list[tuple[TensorView, IterDomain]]
 
@@ -145,7 +145,9 @@ def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -
     x, weight = arg1, arg2
     check_rank_at_least(name, x, 1)
     if weight.ndim < 2:
-        raise fail(name, f"Input B must be at least 2D, but {weight} has {weight.ndim} axes")
+        raise fail(
+            name, f"Input B must be at least 2D, but {weight} has {counted(weight.ndim, 'axis')}"
+        )
     operands = [x, weight]
     if bias is not None:
         operands.append(bias)
@@ -311,7 +313,9 @@ def _letters(name: str, field: str, tv: TensorView, forms: Mapping[int, str]) ->
     letters = forms.get(tv.ndim, "1" * tv.ndim)
     known = " or ".join(f"[{', '.join(f)}]" for f in forms.values())
     if tv.ndim not in forms and (is_matrix or field == "bias"):
-        raise fail(name, f"{field} must have the axes {known}, but {tv} has {tv.ndim} axes")
+        raise fail(
+            name, f"{field} must have the axes {known}, but {tv} has {counted(tv.ndim, 'axis')}"
+        )
     if is_matrix:
         return letters
     is_one = [a.is_broadcast and sc.int_value(a.size) == 1 for a in axes_of(tv)]
@@ -320,8 +324,8 @@ def _letters(name: str, field: str, tv: TensorView, forms: Mapping[int, str]) ->
         large = is_one.index(False) if letters == "1" * tv.ndim else letters.index("1")
         raise unsupported(
             name,
-            f"{field} must have one element{more}, but {tv} has {tv.ndim} axes, and axis {large} "
-            "is not known to have size 1",
+            f"{field} must have one element{more}, but {tv} has {counted(tv.ndim, 'axis')}, and "
+            f"axis {large} is not known to have size 1",
         )
     return "".join("1" if one else c for c, one in zip(letters, is_one, strict=True))
 
@@ -392,8 +396,8 @@ def grouped_mm(
         raise fail(
             name,
             "mat1 and mat2 must be two matrices (2 and 2 axes), or a matrix and a batch of "
-            f"matrices (2 and 3, or 3 and 2 axes), but {mat1} has {mat1.ndim} axes and {mat2} has "
-            f"{mat2.ndim} axes",
+            f"matrices (2 and 3, or 3 and 2 axes), but {mat1} has {counted(mat1.ndim, 'axis')} "
+            f"and {mat2} has {counted(mat2.ndim, 'axis')}",
         )
     check_block_scales(name, mat1, output_block_scale_size, is_gamma=output_gamma)
     del output_block_scale_dtype

@@ -28,7 +28,7 @@ from fuser.ir.types import IterType
 from fuser.ops.building import literal, unsupported
 from fuser.ops.reshaping import ordered_axes
 from fuser.support.arguments import checked, show
-from fuser.support.errors import ArgumentError, DefinitionError, user_code, user_line
+from fuser.support.errors import ArgumentError, DefinitionError, counted, user_code, user_line
 
 Contiguity = Sequence[bool | None]
 _NAME = "define_tensor"
@@ -232,8 +232,8 @@ def compute_tensor_descriptor(
     """
     if len(sizes) != len(strides):
         raise DefinitionError(
-            f"compute_tensor_descriptor: there are {len(sizes)} sizes but {len(strides)} strides: "
-            "pass one stride for each size"
+            f"compute_tensor_descriptor: got {counted(len(sizes), 'size')}, but "
+            f"{counted(len(strides), 'stride')}: pass one stride for each size"
         )
     for i, s in enumerate(strides):
         if s < 0:

@@ -49,7 +49,7 @@ from fuser.ops.building import (
 )
 from fuser.ops.reduction_table import highest, lowest, operand_dtype
 from fuser.support.arguments import show
-from fuser.support.errors import ArgumentError, DtypeError, user_line
+from fuser.support.errors import ArgumentError, DtypeError, counted, user_line
 from fuser.support.record import record
 
 _NODES = {1: UnaryOp, 2: BinaryOp, 3: TernaryOp}
@@ -300,8 +300,10 @@ def logical_right_shift(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
 def check_rank_at_least(op_name: str, tv: TensorView, rank: int) -> None:
     """Raises `DefinitionError` for a tensor with fewer than `rank` axes."""
     if tv.ndim < rank:
-        axes = "axis" if rank == 1 else "axes"
-        raise fail(op_name, f"the operand needs at least {rank} {axes}, but {tv} has {tv.ndim}")
+        raise fail(
+            op_name,
+            f"the operand needs at least {counted(rank, 'axis')}, but {tv} has {tv.ndim}",
+        )
 
 
 # ----------------------------------------------------------------------

@@ -45,7 +45,7 @@ from fuser.ops.building import (
     unexpanded,
     wrap_dim,
 )
-from fuser.support.errors import DtypeError, user_line
+from fuser.support.errors import DtypeError, counted, user_line
 
 
 def _check_index(name: str, index: TensorView) -> None:
@@ -80,7 +80,10 @@ def index_select(arg: TensorView, index: TensorView, dim: int) -> TensorView:
     _check_index(name, index)
     axis = _looked_up_axis(name, arg, dim)
     if index.ndim > 1:
-        raise fail(name, f"the index must have 1 axis or none, but {index} has {index.ndim} axes")
+        raise fail(
+            name,
+            f"the index must have 1 axis or none, but {index} has {counted(index.ndim, 'axis')}",
+        )
     if not index.ndim:
         index = broadcast_tensor(index, (True,))
     sources = axes_of(arg)
@@ -363,7 +366,9 @@ def index_put_accumulate(acc: TensorView, index: TensorView, value: TensorView) 
     _check_index(name, index)
     _looked_up_axis(name, acc, 0)
     if index.ndim != 1:
-        raise fail(name, f"the index must have 1 axis, but {index} has {index.ndim} axes")
+        raise fail(
+            name, f"the index must have 1 axis, but {index} has {counted(index.ndim, 'axis')}"
+        )
     _check_ranks(name, value, acc)
     if value.dtype() is not acc.dtype() or category(acc.dtype()) == "bool":
         raise DtypeError(

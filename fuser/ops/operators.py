@@ -34,6 +34,7 @@ from fuser.support.errors import (
     ArgumentError,
     DefinitionError,
     DtypeError,
+    counted,
     is_users,
     is_users_comparison,
     user_code,
@@ -221,8 +222,8 @@ def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
     given = sum(item is not None and item is not Ellipsis for item in key)
     if given > tv.ndim or sum(item is Ellipsis for item in key) > 1:
         raise DefinitionError(
-            f"{tv}[{_shown(key)}]: there are {given} indices for {tv.ndim} axes"
-            f"{user_code(user_line())}"
+            f"{tv}[{_shown(key)}]: got {counted(given, 'index')} for "
+            f"{counted(tv.ndim, 'axis')}{user_code(user_line())}"
         )
     whole = [slice(None)] * (tv.ndim - given)
     if Ellipsis not in key:

@@ -49,7 +49,7 @@ from fuser.ops.elementwise import apply_pointwise, copy_tensor
 from fuser.ops.factories import full_tensor
 from fuser.ops.reduction_table import REDUCTIONS
 from fuser.ops.reshaping import squeeze_axes
-from fuser.support.errors import ArgumentError, DtypeError
+from fuser.support.errors import ArgumentError, DtypeError, counted
 
 
 def sum(
@@ -218,7 +218,7 @@ def _reduced_axes(name: str, tv: TensorView, dims: int | Sequence[int] | None) -
         raise fail(
             name,
             f"No reduction axis specified for {tv}: dims is {given}, and the tensor has "
-            f"{tv.ndim} axes",
+            f"{counted(tv.ndim, 'axis')}",
         )
     axes = [wrap_dim(d, tv.ndim, name, tv) for d in given]
     if len(set(axes)) != len(axes):

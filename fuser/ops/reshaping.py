@@ -41,6 +41,7 @@ from fuser.ops.building import (
 )
 from fuser.ops.elementwise import copy_tensor
 from fuser.ops.factories import full_tensor
+from fuser.support.errors import counted
 from fuser.support.record import record
 
 Positions = tuple[int, ...]
@@ -458,14 +459,15 @@ def broadcast_in_dim(
     if len(broadcast_dims) != tv.ndim:
         raise fail(
             name,
-            f"broadcast_dims must have one entry for each of the {tv.ndim} axes of {tv}, but it "
-            f"has {len(broadcast_dims)}: {list(broadcast_dims)}",
+            f"broadcast_dims must have one entry for each axis of {tv} "
+            f"({counted(tv.ndim, 'axis')}), but it has {len(broadcast_dims)}: "
+            f"{list(broadcast_dims)}",
         )
     if len(shape) < tv.ndim:
         raise fail(
             name,
-            f"shape has {len(shape)} sizes, but the result must have at least the {tv.ndim} axes "
-            f"of {tv}",
+            f"shape has {counted(len(shape), 'size')}, but the result must have at least the "
+            f"{counted(tv.ndim, 'axis')} of {tv}",
         )
     flags = [True] * len(shape)
     for dim in broadcast_dims:
@@ -496,8 +498,8 @@ def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
     if len(sizes) < tv.ndim:
         raise fail(
             name,
-            f"shape has {len(sizes)} sizes, but {tv} has {tv.ndim} axes: pass one size for "
-            "each axis",
+            f"shape has {counted(len(sizes), 'size')}, but {tv} has "
+            f"{counted(tv.ndim, 'axis')}: pass one size for each axis",
         )
     if len(sizes) > tv.ndim:
         tv = prepend_axes(tv, len(sizes) - tv.ndim)
@@ -590,7 +592,8 @@ def permute(arg: TensorView, dims: Sequence[int]) -> TensorView:
     if sorted(order) != list(range(tv.ndim)):
         raise fail(
             "permute",
-            f"dims must contain each of the {tv.ndim} axes of {tv} once, got {list(dims)}",
+            f"dims must contain each axis of {tv} once ({counted(tv.ndim, 'axis')}), got "
+            f"{list(dims)}",
         )
     root = tuple(clone_axes(tv))
     logical = tuple(root[d] for d in order)

@@ -40,7 +40,7 @@ from fuser.ops.building import (
 )
 from fuser.ops.elementwise import copy_tensor
 from fuser.ops.factories import full_tensor
-from fuser.support.errors import ArgumentError, DtypeError, user_line
+from fuser.support.errors import ArgumentError, DtypeError, counted, user_line
 
 
 def resized_domain(
@@ -230,8 +230,8 @@ def pad(
     if len(widths) % 2 or len(widths) > 2 * tv.ndim:
         raise fail(
             name,
-            f"there are {len(widths)} pad widths for the {tv.ndim} axes of {tv}: pass two for each "
-            "axis, the last axis first",
+            f"got {counted(len(widths), 'pad width')} for the {counted(tv.ndim, 'axis')} of {tv}: "
+            "pass two for each axis, the last axis first",
         )
     pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
     none = [(sc.ZERO, sc.ZERO)] * (tv.ndim - len(pairs))

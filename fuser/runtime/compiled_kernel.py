@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from fuser.support.errors import KernelError
+from fuser.support.errors import KernelError, counted
 from fuser.support.kernel_source import KernelParam, KernelSource
 from fuser.support.locks import make_lock
 
@@ -117,7 +117,9 @@ class CompiledKernel(ABC):
         """Returns the error for arguments that could not be packed because of `cause`."""
         expected = len(self.source.params)
         if len(args) != expected:
-            return KernelError(f"kernel {self.name} takes {expected} arguments, got {len(args)}")
+            return KernelError(
+                f"kernel {self.name} takes {counted(expected, 'argument')}, got {len(args)}"
+            )
         given = ", ".join(
             f"{param.name}: {param.ctype}{'*' if param.is_pointer else ''} = {type(arg).__name__}"
             for param, arg in zip(self.source.params, args, strict=True)

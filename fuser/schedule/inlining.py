@@ -12,7 +12,7 @@ from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops.nodes import ReductionOp, WelfordOp
 from fuser.ir.types import ParallelType
 from fuser.schedule.loop_propagation import AxisMatcher, check_selected, follow
-from fuser.support.errors import DefinitionError
+from fuser.support.errors import DefinitionError, counted
 
 # These axes are executed as one access, so nothing can be computed inside them.
 _CLOSED = frozenset({ParallelType.vectorize, ParallelType.group, ParallelType.tma})
@@ -99,8 +99,8 @@ def inline_at(
     position = pos + rank + 1 if pos < 0 else pos
     if not 0 <= position <= rank:
         raise DefinitionError(
-            f"inline_at: {reference_tv} has {rank} loop axes, so the position must be from "
-            f"{-rank - 1} to {rank}, but it is {pos}"
+            f"inline_at: {reference_tv} has {counted(rank, 'loop axis')}, so the position must be "
+            f"from {-rank - 1} to {rank}, but it is {pos}"
         )
     matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
     check_selected(fusion, selected_tensors)

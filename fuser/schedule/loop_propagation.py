@@ -33,7 +33,7 @@ from fuser.ir.domain.tensor_domain import (
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.ops.nodes import ReshapeOp
 from fuser.ir.types import ParallelType
-from fuser.support.errors import DefinitionError
+from fuser.support.errors import DefinitionError, counted
 from fuser.support.record import replace
 
 Matches = Mapping[int, IterDomain]
@@ -443,8 +443,8 @@ def _position(tv: TensorView, pos: int) -> int:
     position = pos + rank + 1 if pos < 0 else pos
     if not 0 <= position <= rank:
         raise DefinitionError(
-            f"{tv} has {rank} loop axes, so the position must be from {-rank - 1} to {rank}, "
-            f"but it is {pos}"
+            f"{tv} has {counted(rank, 'loop axis')}, so the position must be from {-rank - 1} to "
+            f"{rank}, but it is {pos}"
         )
     return position
 

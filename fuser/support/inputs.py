@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fuser.support.arguments import Mismatch, list_items, python_number, show
-from fuser.support.errors import InputError, user_code
+from fuser.support.errors import InputError, counted, user_code
 
 # Limits that no real structure of inputs reaches. A list may contain itself.
 _DEEPEST = 64
@@ -127,9 +127,9 @@ def check_count(
         )
     if given > expected:
         labels = ", ".join(getattr(value, "label", str(value)) for value in declared)
-        noun = "input" if expected == 1 else "inputs"
         raise InputError(
-            f"Expected {expected} {noun}, got {given}: the definition has {labels or 'none'}"
+            f"Expected {counted(expected, 'input')}, got {given}: the definition has "
+            f"{labels or 'none'}"
         )
 
 

@@ -20,7 +20,7 @@ from fuser.ir.scalar.constructors import ONE, Scalar, Symbol, as_scalar, const, 
 from fuser.ir.types import IterType, MemoryType
 from fuser.ops.building import same_extent
 from fuser.support.arguments import checked
-from fuser.support.errors import ArgumentError, DefinitionError, user_code, user_line
+from fuser.support.errors import ArgumentError, DefinitionError, counted, user_code, user_line
 from hostir.ir.ops import ForLoop, HirAliasSelect, HostOp, IfThenElse, loop_index
 
 
@@ -219,7 +219,7 @@ class ProgramBuilder:
             f"the first has {mine}, the second {theirs}"
             for mine, theirs in (
                 (f"dtype {dtype_text(out.dtype())}", f"dtype {dtype_text(into.dtype())}"),
-                (f"{out.ndim} axes", f"{into.ndim} axes"),
+                (f"{counted(out.ndim, 'axis')}", f"{counted(into.ndim, 'axis')}"),
                 tuple("no mesh" if tv.mesh is None else str(tv.mesh) for tv in (out, into)),
             )
             if mine != theirs
@@ -283,7 +283,8 @@ class ProgramBuilder:
         axes = inp.domain.no_reductions
         if not -len(axes) <= axis < len(axes):
             raise _refusal(
-                f"select: there is no axis {axis} in {inp}, which has {len(axes)} axes", inp
+                f"select: there is no axis {axis} in {inp}, which has {counted(len(axes), 'axis')}",
+                inp,
             )
         if isinstance(index, Scalar) and not is_int(index):
             raise _refusal(

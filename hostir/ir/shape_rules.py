@@ -21,7 +21,7 @@ from fuser.ir.pointwise_table import POINTWISE, TESTS
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.ir.types import ParallelType
-from fuser.support.errors import VerifyError
+from fuser.support.errors import VerifyError, counted
 from multidevice.sharding.placement import placement
 
 _POINTWISE = nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp
@@ -167,8 +167,13 @@ def check_kept_axes(
     kept = [axis for axis in _axes(source) if gone is None or axis[1] != gone]
     if len(kept) != out.ndim:
         raise VerifyError(
-            f"{op.name}: {out} has {out.ndim} axes, expected {len(kept)}, because {source} has "
-            f"{source.ndim}" + f" and axis {gone} is removed" * (gone is not None) + in_ir(out)
+            f"{op.name}: {out} "
+            "has "
+            f"{counted(out.ndim, 'axis')}, "
+            "expected "
+            f"{len(kept)}, "
+            f"because {source} "
+            f"has {source.ndim}" + f" and axis {gone} is removed" * (gone is not None) + in_ir(out)
         )
     for one, other in zip(kept, _axes(out), strict=True):
         _check_sizes(op, [one, other], values, is_cut=cut is not None and cut == other[1])
@@ -205,8 +210,9 @@ def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
         if unused or is_strange or len(mapped) != len(roots):
             rule = ": an elementwise op needs operands with as many axes as its result"
             raise VerifyError(
-                f"{op.name}: {tv} has {tv.ndim} axes, which do not fit the "
-                f"{len(roots)} axes of the result {out}{rule * isinstance(op, _POINTWISE)}"
+                f"{op.name}: {tv} has {counted(tv.ndim, 'axis')}, which do not fit the "
+                f"{counted(len(roots), 'axis')} of the result "
+                f"{out}{rule * isinstance(op, _POINTWISE)}"
             )
     if left:
         yield left

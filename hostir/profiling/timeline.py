@@ -15,7 +15,7 @@ import torch
 from fuser.ir.domain.device_mesh import ranks_text
 from fuser.ir.op import op_text
 from fuser.support.arguments import show
-from fuser.support.errors import InputError
+from fuser.support.errors import InputError, counted
 from hostir.cost.report import (
     Busy,
     Intervals,
@@ -355,7 +355,7 @@ class Trace:
         """Returns a report of the measured times of all ranks as text. If there is a prediction,
         the report also has the predicted times."""
         device = ", ".join(dict.fromkeys(r.device for r in self.ranks))
-        times = f"{self.repeat} run{'s' if self.repeat > 1 else ''}"
+        times = counted(self.repeat, "run")
         lines = [
             f"measured on {device} by {self.source}",
             f"sums of the middle one of {times}, after {self.warm_up} to warm up; "

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fuser.support.errors import ExecutionError
+from fuser.support.errors import ExecutionError, counted
 from fuser.support.torch_calls import range_named
 from hostir.profiling.op_recorder import TracedOp
 from hostir.runtime.plan import Plan
@@ -302,8 +302,8 @@ class CuptiWatch(HostWatch):
         notes = [t for run in self.rounds for t in run.host]
         if [r.name for r in found.ranges] != [f"{_RANGE}{t.step}" for t in notes]:
             raise ExecutionError(
-                f"torch.profiler has recorded {len(found.ranges)} ranges, but the runs had "
-                f"{len(notes)} steps, which need one range each: trace again"
+                f"torch.profiler has recorded {counted(len(found.ranges), 'range')}, but the runs "
+                f"had {counted(len(notes), 'step')}, which need one range each: trace again"
             )
         if any(op.kind == "compute" for op in self.ops) and not found.activities:
             raise ExecutionError(

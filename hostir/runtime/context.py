@@ -23,6 +23,7 @@ from fuser.support.errors import (
     ShardingError,
     UnsupportedError,
     VerifyError,
+    counted,
     user_code,
 )
 from fuser.support.inputs import flatten
@@ -450,7 +451,7 @@ def check_devices(program: HostIrContainer, size: int) -> None:
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
             raise ShardingError(
                 f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
-                f"{size} rank{'s' if size != 1 else ''}: start more ranks or use a smaller mesh"
+                f"{counted(size, 'rank')}: start more ranks or use a smaller mesh"
             )
 
 

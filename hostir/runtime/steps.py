@@ -26,7 +26,7 @@ from fuser.ir.scalar.constructors import Number
 from fuser.ir.types import MemoryType
 from fuser.ops.reference.matmul_calls import Product, ViewOf
 from fuser.support import dumps
-from fuser.support.errors import KernelError, UnsupportedError, user_code
+from fuser.support.errors import KernelError, UnsupportedError, counted, user_code
 from fuser.support.torch_calls import EmptyStrided, empty_on, range_named
 from hostir.analysis.clocks import Lifetime
 from hostir.ir.ops import PEER_COPIES, LaunchKernel, StartsCommunication, SymmetricContiguousView
@@ -681,7 +681,7 @@ def range_of_graph(ops: Sequence[Op | None]) -> AbstractContextManager[object]:
     the range has the number of steps and the user's lines.
     """
     lines = [op.where for op in ops if op is not None]
-    return range_named(f"CUDA graph of {len(ops)} step{'s' * (len(ops) != 1)}{_at(lines)}")
+    return range_named(f"CUDA graph of {counted(len(ops), 'step')}{_at(lines)}")
 
 
 def title(op: Op, program: HostIrContainer) -> str:

@@ -23,6 +23,7 @@ from fuser.support.errors import (
     OptionError,
     UnsupportedError,
     VerifyError,
+    counted,
 )
 from hostir.analysis.preflight import findings, ranks_to_look_at
 from hostir.cost import calibrate
@@ -210,8 +211,8 @@ def _prepared(
     try:
         if args.ranks not in (None, size):
             raise InputError(
-                f"--ranks {args.ranks} was given, but the launcher started {size} ranks: leave out "
-                "--ranks"
+                f"--ranks {args.ranks} was given, but the launcher started "
+                f"{counted(size, 'rank')}: leave out --ranks"
             )
         program = _checked(args)
         inputs = _inputs(args, program)
@@ -313,11 +314,14 @@ def _verify(args: argparse.Namespace) -> None:
     )
     values[NUMBER_OF_STREAMS] = args.streams
     found = findings(program, values)
-    refuse(program, found, what=f"with {args.streams} streams")
+    refuse(program, found, what=f"with {counted(args.streams, 'stream')}")
     if has_streams(program):
         looked, classes = ranks_to_look_at(program, values, program.devices() or (0,))
         where = f" on {len(looked)} ranks of {classes} that differ" if len(looked) < classes else ""
-        print(f"with {args.streams} streams, waits order all conflicting uses of buffers{where}")
+        print(
+            f"with {counted(args.streams, 'stream')}, waits order all conflicting uses of "
+            f"buffers{where}"
+        )
     if has_communications(program):
         print(f"the communications of the {len(program.devices())} ranks match")
 
@@ -392,7 +396,9 @@ def _simulated(args: argparse.Namespace) -> tuple[HostIrContainer, SimulatedSche
     program = _checked(args)
     needed = _needed_ranks(program)
     if args.ranks not in (None, needed):
-        raise InputError(f"--ranks {args.ranks}: the program's meshes need {needed} ranks")
+        raise InputError(
+            f"--ranks {args.ranks}: the program's meshes need {counted(needed, 'rank')}"
+        )
     ranks = range(args.ranks) if args.ranks is not None else ()
     return program, _schedule(args, program, ranks)
 

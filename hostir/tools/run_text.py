@@ -17,7 +17,7 @@ from fuser.ir.op import walk
 from fuser.ir.ops.nodes import RandomOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar, Symbol
-from fuser.support.errors import FuserError, InputError
+from fuser.support.errors import FuserError, InputError, counted
 from fuser.support.options import Settings
 from hostir.ir.program import HostIrContainer
 from hostir.lowering.input_class import size_symbols, symbol_values
@@ -136,7 +136,8 @@ def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
     given: list[Argument] = list(inputs)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if len(given) != len(program.inputs):
         raise InputError(
-            f"{path}: the program has {len(program.inputs)} inputs, but the file has {len(given)}"
+            f"{path}: the program has {counted(len(program.inputs), 'input')}, but the file has "
+            f"{len(given)}"
         )
     return given
 

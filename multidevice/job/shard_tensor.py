@@ -20,6 +20,7 @@ from fuser.support.arguments import checked, refuses_swapped
 from fuser.support.errors import (
     ShardingError,
     UnsupportedError,
+    counted,
     padding_words,
     user_code,
 )
@@ -177,7 +178,7 @@ def _split_view(
     logical = domain.no_reductions
     if tensor.dim() != len(logical):
         raise ShardingError(
-            f"{tensor_words(tv)} has {len(logical)} axes, but the tensor has shape "
+            f"{tensor_words(tv)} has {counted(len(logical), 'axis')}, but the tensor has shape "
             f"{tuple(tensor.shape)}"
         )
     device = [a for a in domain.loop if a.is_device and not a.is_reduction() and a.size != sc.ONE]
@@ -266,7 +267,7 @@ def shard_along(tensor: torch.Tensor, axis: int, mesh: IrDeviceMesh, rank: int) 
     if not -tensor.dim() <= axis < tensor.dim():
         raise ShardingError(
             f"cannot cut axis {axis} over {mesh}: a tensor of shape {tuple(tensor.shape)} has "
-            f"{tensor.dim()} axes"
+            f"{counted(tensor.dim(), 'axis')}"
         )
     size = tensor.size(axis)
     if size % mesh.size != 0:

@@ -27,7 +27,7 @@ from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.ir.scalar.scalar_nodes import postorder
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.passes.concretize import check_device_axis
-from fuser.support.errors import ShardingError, UnsupportedError, padding_words, user_code
+from fuser.support.errors import ShardingError, UnsupportedError, counted, padding_words, user_code
 from multidevice.sharding.placement import (
     SPREAD_TYPES,
     Cut,
@@ -269,8 +269,8 @@ def _heads_are_not_shared(
 def _check_rank(tv: TensorView, sizes: Sequence[int]) -> None:
     if len(sizes) != tv.ndim:
         raise ShardingError(
-            f"{tensor_words(tv)} has {tv.ndim} axes, but the shape {tuple(sizes)} has "
-            f"{len(sizes)} sizes{in_ir(tv)}"
+            f"{tensor_words(tv)} has {counted(tv.ndim, 'axis')}, but the shape {tuple(sizes)} has "
+            f"{counted(len(sizes), 'size')}{in_ir(tv)}"
         )
 
 
@@ -302,7 +302,7 @@ def check_world(fusion: Fusion, size: int) -> None:
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
             raise ShardingError(
                 f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
-                f"{size} rank{'s' if size != 1 else ''}; start it with at least "
+                f"{counted(size, 'rank')}; start it with at least "
                 f"{requested_number_of_devices(fusion)} ranks{user_code(tv.user_line())}"
             )
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser.support.errors import CommunicationError, UnsupportedError
+from fuser.support.errors import CommunicationError, UnsupportedError, counted
 from multidevice.coordination.bounded_wait import Calls, Need, Team, team_text
 from multidevice.coordination.control_channel import WITHIN_CALLS, CallTokens, Control
 from multidevice.coordination.shared_page import LINE_NBYTES
@@ -544,8 +544,9 @@ class PeerBackend(CheckedBackend):
         self.control.wake((peer,))
         kind = str(record.dtype).removeprefix("torch.")
         raise CommunicationError(
-            f"rank {peer} sends {record.elements} elements of {kind} to rank {self.rank}, which "
-            f"receives {tensor_text(tensor)}: dtype and number of elements must be equal"
+            f"rank {peer} sends {counted(record.elements, 'element')} of {kind} to rank "
+            f"{self.rank}, which receives {tensor_text(tensor)}: dtype and number of elements must "
+            "be equal"
         )
 
     def _poll(

@@ -24,7 +24,7 @@ from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Const, Scalar
 from fuser.ir.statement import Val
 from fuser.ir.types import IterType, ParallelType
-from fuser.support.errors import UnsupportedError
+from fuser.support.errors import UnsupportedError, counted
 from fuser.support.record import record, remembered, replace
 
 
@@ -828,7 +828,8 @@ def domain_problem(domain: TensorDomain) -> str | None:
     """
     axes = domain.maybe_allocation
     if len(domain.contiguity) != len(axes):
-        return f"contiguity has {len(domain.contiguity)} flags for {len(axes)} axes in memory"
+        flags = counted(len(domain.contiguity), "flag")
+        return f"contiguity has {flags} for {counted(len(axes), 'axis')} in memory"
     for axis, flag in zip(axes, domain.contiguity, strict=True):
         skipped = axis.kind in (IterType.broadcast, IterType.reduction)
         if skipped != (flag is None):

@@ -28,7 +28,7 @@ from fuser.ir.fusion import AxisMap, TensorOp, Variant
 from fuser.ir.op import attr, operand, result
 from fuser.ir.ops.nodes import LibraryOp
 from fuser.ir.scalar.constructors import Const, Scalar
-from fuser.support.errors import VerifyError
+from fuser.support.errors import VerifyError, counted
 
 if TYPE_CHECKING:
     from fuser.ir.fusion import TensorView
@@ -243,7 +243,7 @@ class AttentionOp(LibraryOp):
             if tv.ndim != len(letters):
                 raise VerifyError(
                     f"{self.name}: {field} must have the {len(letters)} axes "
-                    f"[{', '.join(letters)}], but {tv} has {tv.ndim} axes"
+                    f"[{', '.join(letters)}], but {tv} has {counted(tv.ndim, 'axis')}"
                 )
             known = self.DTYPES.get(field, (self._value("query").dtype(),))
             if tv.dtype() not in known:

@@ -20,7 +20,7 @@ from fuser.ir.op import attr, operand, result
 from fuser.ir.ops.nodes import LibraryOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.support.errors import VerifyError
+from fuser.support.errors import VerifyError, counted
 
 if TYPE_CHECKING:
     from fuser.ir.fusion import TensorView
@@ -43,7 +43,7 @@ def _verify_index(name: str, index: TensorView | Scalar) -> None:
 
 def _axis_counts(tensors: Sequence[TensorView]) -> str:
     """Returns the number of axes of each tensor, for a message."""
-    return ", ".join(f"{tv} has {tv.ndim} axes" for tv in tensors)
+    return ", ".join(f"{tv} has {counted(tv.ndim, 'axis')}" for tv in tensors)
 
 
 class LookupOp(TensorOp):
@@ -148,17 +148,18 @@ class LookupOp(TensorOp):
         rank = self.table.ndim
         if not 0 <= self.axis < rank:
             raise VerifyError(
-                f"{self.name}: axis {self.axis} does not exist in {self.table}, which has {rank} "
-                "axes"
+                f"{self.name}: axis {self.axis} does not exist in {self.table}, which has "
+                f"{counted(rank, 'axis')}"
             )
         if problem := self._wrong_operand():
             raise VerifyError(f"{self.name}: {problem}")
         targets = {t for t in (*self.table_map(), *self.index_map()) if t is not None}
         if targets != set(range(self.out.ndim)):
-            index = f"the index {self.index} ({len(self.index_map())} axes)"
+            index = f"the index {self.index} ({counted(len(self.index_map()), 'axis')})"
             raise VerifyError(
-                f"{self.name}: the table {self.table} ({rank} axes) and {index} need a result with "
-                f"{len(targets)} axes, but {self.out} has {self.out.ndim} axes"
+                f"{self.name}: the table {self.table} ({counted(rank, 'axis')}) and {index} need a "
+                f"result with {counted(len(targets), 'axis')}, but {self.out} has "
+                f"{counted(self.out.ndim, 'axis')}"
             )
 
     def _wrong_operand(self) -> str:
@@ -236,7 +237,9 @@ class IndexSelectOp(LookupOp):
         """Returns the error text if the index does not have exactly one axis, else ""."""
         if self.index.ndim == 1:
             return ""
-        return f"the index must have 1 axis, but {self.index} has {self.index.ndim} axes"
+        return (
+            f"the index must have 1 axis, but {self.index} has {counted(self.index.ndim, 'axis')}"
+        )
 
 
 class EmbeddingFwdOp(LookupOp):
@@ -269,7 +272,9 @@ class EmbeddingFwdOp(LookupOp):
         """Returns the error text if the table does not have exactly two axes, else ""."""
         if self.table.ndim == 2:
             return ""
-        return f"the table must have 2 axes, but {self.table} has {self.table.ndim} axes"
+        return (
+            f"the table must have 2 axes, but {self.table} has {counted(self.table.ndim, 'axis')}"
+        )
 
 
 class _AlongAxisOp(LookupOp):
@@ -284,7 +289,8 @@ class _AlongAxisOp(LookupOp):
             return ""
         return (
             f"the index must have as many axes as the table, but {self.index} has "
-            f"{self.index.ndim} axes and {self.table} has {self.table.ndim} axes"
+            f"{counted(self.index.ndim, 'axis')} and {self.table} has "
+            f"{counted(self.table.ndim, 'axis')}"
         )
 
 
@@ -448,7 +454,7 @@ class ScatterOp(LibraryOp):
         if not 0 <= self.dim < self.out.ndim:
             raise VerifyError(
                 f"scatter: axis {self.dim} does not exist in the result {self.out}, which has "
-                f"{self.out.ndim} axes"
+                f"{counted(self.out.ndim, 'axis')}"
             )
         if len({tv.ndim for tv in tensors}) > 1:
             raise VerifyError(
@@ -526,7 +532,7 @@ class IndexPutAccumulateOp(LibraryOp):
         if self.index.ndim != 1:
             raise VerifyError(
                 f"{self.name}: the index must have 1 axis, but {self.index} has "
-                f"{self.index.ndim} axes"
+                f"{counted(self.index.ndim, 'axis')}"
             )
         tensors = [self.acc, self.value, self.out]
         if len({tv.ndim for tv in tensors}) > 1 or not self.out.ndim:

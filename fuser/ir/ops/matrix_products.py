@@ -18,7 +18,7 @@ from fuser.ir.op import operand, result
 from fuser.ir.ops.nodes import LibraryOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.support.errors import VerifyError
+from fuser.support.errors import VerifyError, counted
 
 if TYPE_CHECKING:
     from fuser.ir.domain.tensor_domain import IterDomain
@@ -230,8 +230,8 @@ class ProductOp(LibraryOp):
             expected = " or ".join(filter(None, (wanted and f"the axes {wanted}", one)))
             more = f", and axis {large[0]} does not have size 1" if large else ""
             raise VerifyError(
-                f"{self.name}: {field} must have {expected or 'no axes'}, but {tv} has {tv.ndim} "
-                f"axes{more}"
+                f"{self.name}: {field} must have {expected or 'no axes'}, but {tv} has "
+                f"{counted(tv.ndim, 'axis')}{more}"
             )
 
 
@@ -323,7 +323,8 @@ class GroupedMmaOp(ProductOp):
         if (self.mat1.ndim, self.mat2.ndim) not in self.FORMS:
             raise VerifyError(
                 "grouped_mm: mat1 and mat2 must have 2 and 2, 2 and 3, or 3 and 2 axes, but "
-                f"{self.mat1} has {self.mat1.ndim} axes and {self.mat2} has {self.mat2.ndim} axes"
+                f"{self.mat1} has {counted(self.mat1.ndim, 'axis')} and {self.mat2} has "
+                f"{counted(self.mat2.ndim, 'axis')}"
             )
         super().verify()
         matrices = (self.mat1, self.mat2, self.out)
@@ -464,12 +465,13 @@ class GroupedScalesOp(LibraryOp):
             if tv.ndim != 1 or tv.dtype() is not DataType.Int32:
                 raise VerifyError(
                     f"{self.name}: {field} must have 1 axis and the dtype Int32, but {tv} has "
-                    f"{tv.ndim} axes and the dtype {tv.dtype().name}"
+                    f"{counted(tv.ndim, 'axis')} and the dtype {tv.dtype().name}"
                 )
         for field, tv in (("operand", self.inp), ("result", self.out)):
             if tv.ndim != 2:
                 raise VerifyError(
-                    f"{self.name}: the {field} must have 2 axes, but {tv} has {tv.ndim} axes"
+                    f"{self.name}: the {field} must have 2 axes, but {tv} has "
+                    f"{counted(tv.ndim, 'axis')}"
                 )
         if self.inp.dtype() is not self.out.dtype():
             raise VerifyError(

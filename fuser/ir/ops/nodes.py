@@ -20,7 +20,7 @@ from fuser.ir.pointwise_table import POINTWISE, kinds_of
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.types import CacheOp, IterType, LoadStoreOpType, ParallelType
-from fuser.support.errors import VerifyError
+from fuser.support.errors import VerifyError, counted
 
 # ------------------------------------------------------------------ elementwise
 # Under these dtype rules, a floating operand must be exact in the result's dtype, too.
@@ -293,8 +293,9 @@ class RandomOp(TensorOp):
         for field, sizes in (("shape", self.shape), ("begin", self.begin)):
             if len(sizes) != rank and (sizes or field == "shape"):
                 raise VerifyError(
-                    f"{self.kind}: {field} must have one entry for each of the {rank} axes of "
-                    f"{self.out}, but it has {len(sizes)}: [{', '.join(map(str, sizes))}]"
+                    f"{self.kind}: {field} must have one entry for each axis of {self.out} "
+                    f"({counted(rank, 'axis')}), but it has {len(sizes)}: "
+                    f"[{', '.join(map(str, sizes))}]"
                 )
         for first, second in (("a", "b"), ("seed", "offset")):
             absent = [f for f in (first, second) if getattr(self, f) is None]
@@ -695,12 +696,14 @@ class LinearOp(Contraction):
         if len(axes) - has_k != rank:
             raise VerifyError(
                 f"linear: x {self.x} [*i, k] and weight {self.weight} [*w, n, k] need a result "
-                f"[*w, *i, n] with {rank} axes, but {self.out} has {len(axes) - has_k} axes"
+                f"[*w, *i, n] with {counted(rank, 'axis')}, but {self.out} has "
+                f"{counted(len(axes) - has_k, 'axis')}"
             )
         if self.bias is not None and self.bias.ndim != self.weight.ndim - 1:
             raise VerifyError(
                 f"linear: weight {self.weight} [*w, n, k] needs a bias [*w, n] with "
-                f"{self.weight.ndim - 1} axes, but {self.bias} has {self.bias.ndim} axes"
+                f"{counted(self.weight.ndim - 1, 'axis')}, but {self.bias} has "
+                f"{counted(self.bias.ndim, 'axis')}"
             )
 
     def axis_map(self, operand_index: int) -> AxisMap:
@@ -769,8 +772,9 @@ class SliceOp(TensorOp):
         axes, steps = self.inp.ndim, self.ranges[2::3]
         if len(self.ranges) != 3 * axes:
             raise VerifyError(
-                f"slice: start, stop and step are needed for each of the {axes} axes of the "
-                f"operand, which are {3 * axes} numbers, but there are {len(self.ranges)}:\n{self}"
+                "slice: expected start, stop and step for each axis of the operand "
+                f"({counted(axes, 'axis')}, {counted(3 * axes, 'number')}), got "
+                f"{counted(len(self.ranges), 'number')}:\n{self}"
             )
         for k, step in enumerate(steps):
             if sc.int_value(step) != 1:
@@ -828,8 +832,9 @@ class PadOp(TensorOp):
         """
         if len(self.widths) != 2 * self.inp.ndim:
             raise VerifyError(
-                f"pad: expected two widths for each of the {self.inp.ndim} axes of {self.inp}, "
-                f"got {len(self.widths)} widths:\n{self}"
+                f"pad: expected two widths for each axis of {self.inp} "
+                f"({counted(self.inp.ndim, 'axis')}), got {counted(len(self.widths), 'width')}:\n"
+                f"{self}"
             )
 
     def template(self) -> str:

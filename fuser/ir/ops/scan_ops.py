@@ -14,7 +14,7 @@ from fuser.ir.fusion import AxisMap, Variant
 from fuser.ir.op import attr, operand, result
 from fuser.ir.ops.nodes import LibraryOp, ReductionOp
 from fuser.ir.scalar.constructors import Scalar
-from fuser.support.errors import VerifyError
+from fuser.support.errors import VerifyError, counted
 
 if TYPE_CHECKING:
     from fuser.ir.fusion import TensorView
@@ -65,13 +65,14 @@ class AlongAxisOp(LibraryOp):
         rank = self.inp.ndim
         if not 0 <= self.dim < rank:
             raise VerifyError(
-                f"{self.name}: axis {self.dim} does not exist in {self.inp}, which has {rank} axes"
+                f"{self.name}: axis {self.dim} does not exist in {self.inp}, which has "
+                f"{counted(rank, 'axis')}"
             )
         for out, dtype in zip(self.outputs, self.dtypes(), strict=True):
             if out.ndim != rank:
                 raise VerifyError(
-                    f"{self.name} of {self.inp}: each result must have {rank} axes, as many as the "
-                    f"operand, but {out} has {out.ndim} axes"
+                    f"{self.name} of {self.inp}: each result must have {counted(rank, 'axis')}, as "
+                    f"many as the operand, but {out} has {counted(out.ndim, 'axis')}"
                 )
             if out.dtype() is not dtype:
                 raise VerifyError(

@@ -33,7 +33,7 @@ from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.ir.scalar.evaluate import ARITY
 from fuser.ir.text.printer import default_dtype, with_lines
 from fuser.ir.types import PTYPE_FROM_TEXT, IterType, MemoryType, ParallelType
-from fuser.support.errors import FuserError, ParseError
+from fuser.support.errors import FuserError, ParseError, counted
 from fuser.support.record import record
 from fuser.support.text_cursor import MAX_DIGITS, SPACE, Cursor
 
@@ -122,7 +122,7 @@ class ValueParser:
     def _call(self, op: str, args: list[Scalar], at: int) -> Scalar:
         arity = 1 if op.startswith("cast_") else ARITY[op]
         if len(args) != arity:
-            raise self.cursor.fail(f"{op} expects {arity} operands, got {len(args)}", at)
+            raise self.cursor.fail(f"{op} expects {counted(arity, 'operand')}, got {len(args)}", at)
         if not op.startswith("cast_"):
             return _apply(op, tuple(args))
         dtype = FROM_TEXT.get(op.removeprefix("cast_"))
@@ -564,7 +564,7 @@ class Parser(ValueParser):
             c.take("{")
             row = self.values("}")
             if len(row) != length:
-                raise c.fail(f"expected {length} values in braces, found {len(row)}", at)
+                raise c.fail(f"expected {counted(length, 'value')} in braces, found {len(row)}", at)
             found += row
         return tuple(found)
 

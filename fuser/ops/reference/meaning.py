@@ -81,7 +81,7 @@ from fuser.ops.reference.matmul_calls import (
     scaled_product,
 )
 from fuser.ops.reference.philox import random_numbers
-from fuser.support.errors import InputError, UnsupportedError
+from fuser.support.errors import InputError, UnsupportedError, counted
 from fuser.support.record import record
 
 Tensor = torch.Tensor
@@ -459,8 +459,8 @@ def _heads_per_key(op: SdpaFwdOp | SdpaBwdOp, cx: _Context) -> int | None:
     )
     if heads % groups if groups else heads:
         raise InputError(
-            f"{op.name}: query has {heads} heads, which is not a multiple of the {groups} heads of "
-            "key"
+            f"{op.name}: query has {counted(heads, 'head')}, which is not a multiple of the "
+            f"{counted(groups, 'head')} of key"
         )
     if groups == 1:
         return None

@@ -26,7 +26,7 @@ from fuser.ir.op import Op, attr, operand, operands, region, result, results
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Number, Scalar, ScalarLike, Symbol
 from fuser.ir.types import DEVICE_TYPES, MemoryType, ParallelType
-from fuser.support.errors import ExecutionError, UnsupportedError, VerifyError, user_code
+from fuser.support.errors import ExecutionError, UnsupportedError, VerifyError, counted, user_code
 from hostir.ir.effects import (
     Captures,
     Effect,
@@ -317,16 +317,16 @@ def _check_operands(
     fusion in messages.
     """
     for what, mine, theirs in (
-        ("inputs", op.ins, fusion.inputs),
-        ("outputs", op.outs, fusion.outputs),
+        ("input", op.ins, fusion.inputs),
+        ("output", op.outs, fusion.outputs),
     ):
         if len(mine) != len(theirs):
-            raise VerifyError(f"expected {len(theirs)} {what} for {where}, got {len(mine)}")
+            raise VerifyError(f"expected {counted(len(theirs), what)} for {where}, got {len(mine)}")
         for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             if kind(a) != kind(b, like=a):
                 differ = _difference(a, b)
                 raise VerifyError(
-                    f"the op passes {a} as {what[:-1]} {k}, but {where} expects {b}{differ}"
+                    f"the op passes {a} as {what} {k}, but {where} expects {b}{differ}"
                 )
 
 
@@ -338,7 +338,7 @@ def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
     if a.dtype() is not b.dtype():
         return f": the dtype is {dtype_text(a.dtype())}, expected {dtype_text(b.dtype())}"
     if a.ndim != b.ndim:
-        return f": it has {a.ndim} axes, expected {b.ndim}"
+        return f": it has {counted(a.ndim, 'axis')}, expected {b.ndim}"
     if a.mesh != b.mesh:
         mine, theirs = ("no mesh" if tv.mesh is None else tv.mesh for tv in (a, b))
         return f": it has {mine}, expected {theirs}"
@@ -408,7 +408,7 @@ class LocalSlice(HostOp):
         if not 0 <= self.axis < self.inp.ndim:
             raise VerifyError(
                 f"LocalSlice: there is no axis {self.axis} in {self.inp}, which has "
-                f"{self.inp.ndim} axes"
+                f"{counted(self.inp.ndim, 'axis')}"
             )
         if self.inp.dtype() is not self.out.dtype():
             raise VerifyError(
@@ -493,7 +493,7 @@ class HirAliasSelect(HostOp):
         if self.out.ndim != self.inp.ndim - lost:
             which = axis_words(self.inp, self.axis)
             raise VerifyError(
-                f"HirAliasSelect: {self.out} has {self.out.ndim} axes, expected "
+                f"HirAliasSelect: {self.out} has {counted(self.out.ndim, 'axis')}, expected "
                 f"{self.inp.ndim - lost}: the axes of {self.inp} without {which}"
             )
         # An axis of local size 1 has one element, whatever the index.
@@ -541,8 +541,8 @@ class ShardByStream(HostOp):
         """
         if self.out.ndim != self.inp.ndim:
             raise VerifyError(
-                f"ShardByStream: {self.out} has {self.out.ndim} axes, expected {self.inp.ndim}, as "
-                f"many as {self.inp}"
+                f"ShardByStream: {self.out} has {counted(self.out.ndim, 'axis')}, expected "
+                f"{self.inp.ndim}, as many as {self.inp}"
             )
         position, chunks = stream_cut(self.out)
         check_index("ShardByStream", self.stream_index, chunks, f"axis {position} of {self.out}")

@@ -22,7 +22,7 @@ from fuser.ir.memory_layout import memory_order
 from fuser.ir.op import Op, attr, operand, operands, result
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.support.errors import ArgumentError, ExecutionError, VerifyError, user_code
+from fuser.support.errors import ArgumentError, ExecutionError, VerifyError, counted, user_code
 from hostir.ir.effects import (
     ClosesGroup,
     Effect,
@@ -295,8 +295,8 @@ class Communication(StartsCommunication):
         root = None if self.root is None else _constant(self, "root", self.root)
         if root is not None and not 0 <= root < self.team.size:
             raise VerifyError(
-                f"{self.name}: root={root} is not a position in a team of {self.team.size} ranks, "
-                f"expected 0 to {self.team.size - 1}"
+                f"{self.name}: root={root} is not a position in a team of "
+                f"{counted(self.team.size, 'rank')}, expected 0 to {self.team.size - 1}"
             )
         if self.team.size < 2:
             raise VerifyError(
@@ -333,8 +333,9 @@ def member(team: Team, position: int, op: Op) -> int:
     team has no such position. `op` is named in the message."""
     if not 0 <= position < len(team):
         raise ExecutionError(
-            f"{op.name}: there is no position {position} in a team of {len(team)} ranks, whose "
-            f"positions are 0 to {len(team) - 1}{user_code(op.where)}"
+            f"{op.name}: there is no position {position} in a team of "
+            f"{counted(len(team), 'rank')}, whose positions are 0 to "
+            f"{len(team) - 1}{user_code(op.where)}"
         )
     return team[position]
 
@@ -477,8 +478,8 @@ class CollectivePermute(StartsCommunication):
             peer = _constant(self, field, getattr(self, field))
             if peer is not None and not 0 <= peer < self.team.size:
                 raise VerifyError(
-                    f"{self.name}: {field}={peer} is not a position in a team of {self.team.size} "
-                    f"ranks, expected 0 to {self.team.size - 1}"
+                    f"{self.name}: {field}={peer} is not a position in a team of "
+                    f"{counted(self.team.size, 'rank')}, expected 0 to {self.team.size - 1}"
                 )
 
 

@@ -200,7 +200,7 @@ def test_wrong_inputs_are_refused() -> None:
     executor = make_executor(add())
     x, y = matrices(3, 4)
     with pytest.raises(
-        InputError, match="takes 2 inputs and 1 outputs, but it was called with 1 inputs"
+        InputError, match="takes 2 inputs and 1 output, but it was called with 1 input and"
     ):
         executor.run([x], [y], sizes={})
     with pytest.raises(InputError, match="has 2 dimensions, but the tensor that was passed"):

@@ -72,7 +72,7 @@ def test_scalar_numbers_follow_the_first_axes() -> None:
         ({"shape": [2, 3], "stride_order": [0, 2]}, "stride_order argument is out of range"),
         ({"shape": [2, 3], "stride_order": [1, 1]}, "got duplicated stride_order entries"),
         ({"shape": [2], "is_cpu": True}, "CPU non-scalar tensor is not supported"),
-        ({"sizes": [2], "strides": [1, 2]}, "1 sizes but 2 strides"),
+        ({"sizes": [2], "strides": [1, 2]}, "1 size, but 2 strides"),
         ({"sizes": [2], "strides": [-1]}, "negative stride on tensor is not supported"),
     ],
 )

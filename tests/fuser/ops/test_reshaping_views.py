@@ -116,7 +116,9 @@ def test_view_errors() -> None:
             ops.broadcast(x, [True, False])
         with pytest.raises(DefinitionError, match="is specified more than once"):
             ops.broadcast_in_dim(x, [2, 3, 4], [0, 0, 1])
-        with pytest.raises(DefinitionError, match="dims must contain each of the 3 axes"):
+        with pytest.raises(
+            DefinitionError, match=r"dims must contain each axis of .* once \(3 axes\)"
+        ):
             ops.permute(x, [0, 0, 1])
         assert ops.broadcast(x, [False] * 3) is x
         assert isinstance(ops.expand(x, [-1, -1, 4]).definition(), LoadStoreOp)
@@ -377,7 +379,7 @@ def test_binding_checks_equal_extents() -> None:
         fusion.add_output(ops.add(x, y))
     with pytest.raises(InputError, match=r"axis 0 of T0.*but got 4: add: T0"):
         bind_inputs(fusion, [rand(3), rand(4)])
-    with pytest.raises(InputError, match=r"input 0 .T0.* must have 1 axes, got a tensor of shape"):
+    with pytest.raises(InputError, match=r"input 0 .T0.* must have 1 axis, got a tensor of shape"):
         bind_inputs(fusion, [rand(3, 1), rand(4)])
     with pytest.raises(InputError, match="the program has 2 inputs, but 1 were passed"):
         bind_inputs(fusion, [rand(3)])

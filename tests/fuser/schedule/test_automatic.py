@@ -139,5 +139,5 @@ def test_refusals() -> None:
         schedule.schedule(fusion, SchedulerType.transpose, [torch.ones(4, 6)])
     with pytest.raises(FuserError, match="no resize scheduler"):
         schedule.schedule(fusion, SchedulerType.resize, [torch.ones(4, 6)])
-    with pytest.raises(InputError, match="has 1 inputs, but 0 were passed"):
+    with pytest.raises(InputError, match="has 1 input, but 0 were passed"):
         schedule.compute_heuristics(fusion, SchedulerType.reduction, [])

@@ -209,7 +209,7 @@ def test_a_slice_with_another_number_of_axes_is_refused() -> None:
         y.axis(0).parallelize(ParallelType.mesh_x)
         hic.append(Allocate(y), LocalSlice(y, x, axis=0, ptype=ParallelType.mesh_x))
         hic.add_output(y)
-    with pytest.raises(VerifyError, match=r"LocalSlice: .*T\d+.* has 1 axes, expected 2"):
+    with pytest.raises(VerifyError, match=r"LocalSlice: .*T\d+.* has 1 axis, expected 2"):
         verify(hic)
 
 

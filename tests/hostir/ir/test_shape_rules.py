@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, ...], DataType, str, st
         (4,),
         FLOAT,
         "",
-        r"add: input 0 .*T0.* has 2 axes, which do not fit the 1 axes of the result T1",
+        r"add: input 0 .*T0.* has 2 axes, which do not fit the 1 axis of the result T1",
     ),
     "sum, one row": (
         _add,
@@ -157,7 +157,7 @@ CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, ...], DataType, str, st
         (4,),
         FLOAT,
         "",
-        r"sum: input 0 .*T0.* has 2 axes, which do not fit the 1 axes of the result T1",
+        r"sum: input 0 .*T0.* has 2 axes, which do not fit the 1 axis of the result T1",
     ),
     "slice": (_slice(0), (2, 6), (2, 6), FLOAT, "y", None),
     "slice of a shard": (

@@ -135,7 +135,7 @@ def test_a_kernel_group_must_exist_and_fit(program: HostIrContainer) -> None:
     launch = program.ops[at]
     assert isinstance(launch, LaunchKernel)
     ops = (*program.ops[:at], launch.replace(ins=()), *program.ops[at + 1 :])
-    with pytest.raises(VerifyError, match="expected 1 inputs for kernel group 1, got 0"):
+    with pytest.raises(VerifyError, match="expected 1 input for kernel group 1, got 0"):
         verify(program.with_ops(ops))
 
 

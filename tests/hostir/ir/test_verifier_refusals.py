@@ -519,11 +519,11 @@ REFUSED: dict[str, tuple[Write, str]] = {
     ),
     "operands of a launch": (
         _launched(lambda op: op.replace(ins=())),
-        "The launch of kernel group 1: expected 1 inputs for kernel group 1, got 0",
+        "The launch of kernel group 1: expected 1 input for kernel group 1, got 0",
     ),
     "an operand of a launch": (
         _launched(lambda op: op.replace(ins=(op.outs[0].fusion.inputs[4],))),
-        "passes input 4 .* as input 0, but kernel group 1 expects .*: it has 1 axes, expected 2",
+        "passes input 4 .* as input 0, but kernel group 1 expects .*: it has 1 axis, expected 2",
     ),
     "no such unit": (
         lambda p, x, y: p.append(Allocate(y), PostOnStream((x,), (y,), unit=2)),
@@ -531,7 +531,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     ),
     "operands of a unit": (
         _posted(count=2),
-        "The launch of host unit 0: expected 1 inputs for HostUnit0, got 2",
+        "The launch of host unit 0: expected 1 input for HostUnit0, got 2",
     ),
     "a dtype of a unit": (_posted(HALF), "as input 0, .*: the dtype is __half, expected float"),
     "a rank of a unit": (_posted(rank=3), "as input 0, .*: it has 3 axes, expected 2"),
@@ -546,7 +546,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
         _to((4, 7), _add),
         "axis 1 of input 0 .* and axis 1 of .* extent 8 and extent 7",
     ),
-    "ranks": (_to((4,), _sum), "has 2 axes, which do not fit the 1 axes of the result"),
+    "ranks": (_to((4,), _sum), "has 2 axes, which do not fit the 1 axis of the result"),
     "a dtype": (
         _to((4, 8), _add, HALF),
         "the result has the dtype float, but T2_g___half.* is declared with the dtype __half",
@@ -575,7 +575,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
         "at least 2 devices along deviceIdx.x, found no mesh",
     ),
     "a slice of no axis": (_sliced(7), "there is no axis 7 in input 1 .*, which has 2 axes"),
-    "a slice of fewer axes": (_sliced(0, shape=(2,)), "has 1 axes, expected 2"),
+    "a slice of fewer axes": (_sliced(0, shape=(2,)), "has 1 axis, expected 2"),
     "a slice of another dtype": (
         _sliced(0, dtype=HALF),
         "must have one dtype, found float and __half",
@@ -589,7 +589,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
         _select(index=9),
         "index 9 of axis 0 of input 0 .* is out of range: .* < 4",
     ),
-    "a chunk of another rank": (_streamed(shape=(4,)), "has 1 axes, expected 2, as many as"),
+    "a chunk of another rank": (_streamed(shape=(4,)), "has 1 axis, expected 2, as many as"),
     "a chunk outside": (_streamed(5), "index 5 of axis 0 of T2_g_float is out of range: .* < 2"),
     "no stream axis": (_streamed(cut=False), "has no stream axis"),
     "a view of other memory": (

@@ -184,8 +184,8 @@ def test_posts_that_do_not_fit_their_unit() -> None:
     number = hic.unit(unit(lambda x: ops.mul(x, 2.0), 2))
     for ins, outs, unit_number, words in (
         ((x,), (y,), 5, "no HostUnit5"),
-        ((x, x), (y,), number, "expected 1 inputs for HostUnit0, got 2"),
-        ((x,), (y, y), number, "expected 1 outputs for HostUnit0, got 2"),
+        ((x, x), (y,), number, "expected 1 input for HostUnit0, got 2"),
+        ((x,), (y, y), number, "expected 1 output for HostUnit0, got 2"),
         ((x,), (half,), number, "passes T2.* as output 0, .*: the dtype is __half, expected float"),
         ((x,), (wide,), number, "passes T3.* as output 0, .*: it has 3 axes, expected 2"),
     ):

@@ -96,7 +96,7 @@ def test_errors_name_tensor_extent_and_mesh() -> None:
     shard_axis(tv, 0, 2)
     with pytest.raises(ShardingError, match=r"extent 5 of axis 0 of input 0 .*DeviceMesh\{0 1\}"):
         shard_for_rank(torch.zeros(5), tv, 0)
-    with pytest.raises(ShardingError, match="1 axes, but the tensor has shape"):
+    with pytest.raises(ShardingError, match="1 axis, but the tensor has shape"):
         shard_for_rank(torch.zeros(4, 4), tv, 0)
 
 
