@@ -230,9 +230,10 @@ def _shards(
             )
             if tv in updated:
                 raise DTensorError(
-                    f"execute_with_dtensors: {what}. It is updated in place, so it cannot be "
-                    "copied: leave stride_order out of define_tensor, or pass DTensor.from_local "
-                    f"a shard in the declared order{user_code(tv.user_line())}"
+                    f"execute_with_dtensors: {what}. An input that is updated in place cannot be "
+                    "copied to the declared order: leave stride_order out of define_tensor, or "
+                    "create the DTensor by DTensor.from_local from a shard in this order"
+                    f"{user_code(tv.user_line())}"
                 )
             copied.append(what + user_code(tv.user_line()))
             shard = made
@@ -302,9 +303,9 @@ def _axes_of(tv: TensorView, what: str, cuts_of_axes: Placement) -> Axes:
         if None in dims or order != sorted(order):
             within = ", then ".join(f"{c.ptype.text} into {c.count}" for c in cuts)
             raise UnsupportedError(
-                f"{what}: axis {position} of {tv} is divided along {within}. An axis of a DTensor "
-                "can only be divided along mesh dimensions, from the first to the last"
-                f"{user_code(cut_line(tv, cuts[0].ptype))}"
+                f"{what}: axis {position} of {tv} is divided along {within}. A DTensor needs "
+                "another order: first along the first of these mesh dimensions, last along the "
+                f"last. Divide the axis in this order{user_code(cut_line(tv, cuts[0].ptype))}"
             )
         for d in order:
             axes[d] = position

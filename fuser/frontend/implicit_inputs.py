@@ -153,9 +153,9 @@ class Draws:
                 generator.set_offset(offset + _STEP * self._count)
             except RuntimeError as error:
                 raise UnsupportedError(
-                    f"{self._reader} draws from torch's generator, which a graph that you capture "
-                    "would not repeat in each replay: pass rng_seed and rng_offset to this op "
-                    f"({str(error).partition(chr(10))[0]})"
+                    f"{self._reader} draws from torch's generator. This is not possible while you "
+                    "capture a CUDA graph, because each replay would use the same numbers: pass "
+                    f"rng_seed and rng_offset to this op ({str(error).partition(chr(10))[0]})"
                 ) from error
         seed = generator.initial_seed()
         return (seed + 2**63) % 2**64 - 2**63, offset // _STEP

@@ -1093,8 +1093,8 @@ def _factored(ops: Sequence[TensorOp]) -> Factored:
             dims = sorted({*roots.values()} - {*origins})
             return Factored(tuple(chain), out, dims, tuple(_steps(chain)))
     raise UnsupportedError(
-        f"no Python statement can express this part of a reduction: {first}"
-        f"{user_code(ops[0].where)}"
+        f"no Python statement can express the reduction that begins with {first}, because it is "
+        f"not divided as rfactor divides a reduction{user_code(ops[0].where)}"
     )
 
 

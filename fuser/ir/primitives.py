@@ -188,8 +188,8 @@ def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
             raise DefinitionError(f"rfactor of {tv}: axis {axis} is not a reduction axis")
     if len({a.number for a in listed}) != len(axes) or not 0 < len(listed) < len(reductions):
         raise DefinitionError(
-            f"rfactor needs some, but not all, of the reduction axes of {tv}, got {list(axes)} of "
-            f"{len(loop)} loop axes"
+            f"rfactor of {tv}: pass some, but not all, of its reduction axes "
+            f"{[k for k, a in enumerate(loop) if a.is_reduction()]}, each once, got {list(axes)}"
         )
     producer = _rfactor_producer(tv, {a.number for a in listed})
     moved = definition.replace(out=producer)

@@ -98,12 +98,10 @@ def read_origin(cursor: Cursor) -> Origin:
     """
     row = cursor.expect(_ROW, "the origin of a tensor's sharding")
     if row["how"] not in _HOWS:
-        raise cursor.fail(
-            f"unknown origin {row['how']!r}: expected one of {', '.join(_HOWS)}", row.start("how")
-        )
+        raise cursor.unknown("origin", row["how"], _HOWS, row.start("how"))
     ptype = row["ptype"]
     if ptype is not None and ptype not in PTYPE_FROM_TEXT:
-        raise cursor.fail(f"unknown parallel type {ptype!r}", row.start("ptype"))
+        raise cursor.unknown("parallel type", ptype, PTYPE_FROM_TEXT, row.start("ptype"))
 
     def number(name: str) -> int | None:
         return None if row[name] is None else cursor.number(row, name)

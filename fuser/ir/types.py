@@ -27,7 +27,7 @@ class IrEnum(enum.Enum):
         """
         if isinstance(self.value, int):
             return self.value
-        raise ArgumentError(f"{self} has no number, only the text {self.value!r}")
+        raise ArgumentError(f"int({self}): the value is the text {self.value!r}, not a number")
 
 
 class IdMappingMode(IrEnum):

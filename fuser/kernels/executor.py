@@ -444,10 +444,10 @@ class FusedKernelExecutor:
             if launch is not None:
                 return variant, launch
         raise KernelError(
-            f"no compiled version of kernel {self.name} accepts tensors of the shapes "
+            f"kernel {self.name} does not accept tensors of the shapes "
             f"{[tuple(t.shape) for t in tensors]} with the strides "
-            f"{[t.stride() for t in tensors]}: the version for the most general tensors "
-            f"requires {', '.join(map(str, variant.kernel.guards))}"
+            f"{[t.stride() for t in tensors]}: pass tensors with "
+            f"{' and '.join(map(str, variant.kernel.guards))}"
         )
 
     def _launch_of(

@@ -209,9 +209,9 @@ def _lower(fusion: Fusion, name: str, index_dtype: DataType, device: DeviceInfo)
             continue
         return _finish(state, name, index_dtype, device)
     raise UnsupportedError(
-        f"kernel {name} cannot be generated from its schedule: the sizes that vectors must divide, "
-        "and the tensors that are computed again, still changed after "
-        f"{MAX_ATTEMPTS} attempts. Use narrower vectors, or inline less"
+        f"kernel {name} cannot be generated from its schedule: each of {MAX_ATTEMPTS} attempts has "
+        "found one more size that a vector must divide, or one more tensor that must be computed "
+        "again. Use narrower vectors, or inline fewer tensors"
     )
 
 

@@ -510,8 +510,8 @@ class ValueBuilder:
         rule = _BY_OP.get(type(op))
         if rule is None:
             raise UnsupportedError(
-                f"no generated kernel can compute the op {op.name}, which defines {out}: only a "
-                "library or a host program runs this op"
+                f"no generated kernel can compute the op {op.name}, which defines {out}: use "
+                "execute(), which runs this op by a library or in the host program"
             )
         value = rule(self, op, at)
         if isinstance(value, Var | ScalarValue):

@@ -424,7 +424,9 @@ def _check_plain(name: str, given: Given, dtype: DtypeLike) -> None:
     if scales or check_supported(dtype, name) not in (DataType.BFloat16, mat1.dtype()):
         found = f"{scales[0]} alone" if scales else f"dtype {dtype} for {mat1} without scales"
         raise fail(
-            name, f"Expected scale1 and scale2, but found {found}: without scales, cast {mat1}"
+            name,
+            f"Expected scale1 and scale2, but found {found}: pass both scales, or leave them and "
+            f"dtype out. Without scales, cast {mat1} and {mat2} instead",
         )
     check_same_dtypes(name, (mat1, mat2), "pass scale1 and scale2")
     if not is_floating(mat1.dtype()):

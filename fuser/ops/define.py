@@ -129,7 +129,10 @@ def _from_shape(
     dtype = check_stored(dtype, _NAME)
     rank = len(shape)
     if is_cpu and rank:
-        raise DefinitionError(f"{_NAME}: CPU non-scalar tensor is not supported! shape {shape}")
+        raise DefinitionError(
+            f"{_NAME}: CPU non-scalar tensor is not supported! shape {shape}: pass is_cpu=True "
+            "only with the shape []"
+        )
     if stride_order and any(s < 0 for s in stride_order):
         raise unsupported(
             _NAME,

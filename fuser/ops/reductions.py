@@ -162,7 +162,9 @@ def _reduce(
     if dtype is not DataType.Null:
         dtype = check_supported(dtype, name)
         if kind in ("max", "min"):
-            raise fail(name, "A dtype other than Null is not currently supported.")
+            raise fail(
+                name, "A dtype other than Null is not currently supported. Cast the result instead"
+            )
         tv = typing_cast(TensorView, convert(tv, dtype))
     elif kind in ("add", "mul") and not is_inexact(tv.dtype()):
         tv = typing_cast(TensorView, convert(tv, DataType.Int))

@@ -595,8 +595,9 @@ class _Segmenter:
         ops = self._in_order(group)
         outputs = ", ".join(map(str, group.outputs))
         raise UnsupportedError(
-            f"no scheduler accepts the kernel that computes {outputs} "
-            f"(user code at {ops[-1].where or 'unknown'}):\n"
+            f"no scheduler accepts the kernel that computes {outputs}: compute it outside of the "
+            "definition, and pass it as an input (user code at "
+            f"{ops[-1].where or 'unknown'}):\n"
             f"{extract(self.fusion, ops, group.inputs, group.outputs).print_math()}"
         )
 

@@ -54,7 +54,8 @@ def compile_kernels(
     elif kind == "cuda":
         if checked:
             raise KernelError(
-                f"kernels with checks of their accesses run on the CPU only, not on {device}"
+                f"kernels with checks of their accesses run on the CPU only, not on {device}: "
+                "remove FUSER_ENABLE=checked"
             )
         arch = cuda_kernel.architecture(index)
         variant = f"cuda:{arch}"

@@ -141,7 +141,8 @@ def schedule(
     )
     if given.scheduler_type is not scheduler_type:
         raise DefinitionError(
-            f"schedule: the parameters belong to {given.scheduler_type}, not to {scheduler_type}"
+            f"schedule: the parameters belong to {given.scheduler_type}, not to {scheduler_type}: "
+            f"pass the result of compute_heuristics for {scheduler_type}"
         )
     accepted, reason = can_schedule(fusion, scheduler_type, ())
     if not accepted:
@@ -233,7 +234,7 @@ class HeuristicParams:
         if name not in kinds:
             raise UnsupportedError(
                 f"{self.PUBLIC}.{name} cannot be set: the parameters of a scheduler are read-only. "
-                "Schedule manually, or use tune (docs/options.md)"
+                "Schedule manually, or use tune (docs/how-to/tune-kernels.md)"
             )
         vars(self)[name] = require(self.PUBLIC, name, value, kinds[name])
 

@@ -102,7 +102,10 @@ def torch_device(device: object) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise InputError(f"device={show(device)}: {error}") from None
     except Exception:  # the repr of any other object may raise anything
-        raise InputError(f"device={show(device)} is not a device") from None
+        raise InputError(
+            f"device={show(device)} is not a device: pass a torch.device, its name such as "
+            "'cuda:0', or the index of a GPU"
+        ) from None
     if found.type == "cuda" and found.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from fuser.support.errors import ParseError
@@ -109,6 +109,13 @@ class Cursor:
         if found is None:
             raise self.fail(f"expected {what}")
         return found
+
+    def unknown(self, what: str, word: str, names: Iterable[str], at: int) -> ParseError:
+        """Returns the error for `word` at the position `at`, which is none of the allowed names.
+
+        `what` says what the names are, such as "dtype".
+        """
+        return self.fail(f"unknown {what} {word!r}: expected one of {', '.join(names)}", at)
 
     def column(self, pos: int) -> int:
         """Returns the number of characters between the start of the line and the position `pos`."""

@@ -51,7 +51,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     """
     found = re.match(r"\d+(\.\d+)*", text)
     if found is None:
-        raise ValueError(f"{str.__repr__(text)} is not a version")
+        raise ValueError(f"{str.__repr__(text)} is not a version: expected numbers such as '0.2.3'")
     numbers = [int(n) for n in found[0].split(".")]
     while numbers and not numbers[-1]:
         numbers.pop()

@@ -27,7 +27,7 @@ from fuser.ir.scalar.compiled import Computed
 from fuser.ir.scalar.constructors import Number, Scalar, Symbol
 from fuser.ir.types import MemoryType
 from fuser.passes.concretize import refined_sizes
-from fuser.support.errors import FuserError, UnsupportedError, user_code
+from fuser.support.errors import FuserError, UnsupportedError, padding_words, user_code
 from fuser.support.lru import Recent
 from hostir.cost.machine_model import CPU, Machine
 from hostir.cost.op_costs import Cost, collective_cost, cost_of
@@ -611,6 +611,7 @@ class _Unit:
             raise UnsupportedError(
                 f"the extent {size} of axis {pair.axis} of {tensor_words(pair.between)} is not "
                 f"divisible by the {pair.devices} devices along {pair.ptype.name}"
+                f"{padding_words(size, pair.devices)}"
             )
 
     def _program(self, form: OverlapForm | None, backend: str) -> HostIrContainer:

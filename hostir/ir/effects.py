@@ -46,7 +46,7 @@ class Stream:
         index: Any = self.index
         if type(index) is int:
             if index < 0:
-                raise DefinitionError(f"Stream: the number of a stream is at least 0, got {index}")
+                raise DefinitionError(f"Stream: the number must be at least 0, got {index}")
             index = sc.const(index)
             object.__setattr__(self, "index", index)
         if index is None and not STREAM_NAME.fullmatch(self.name):

@@ -166,7 +166,7 @@ def _one_of(names: tuple[str, ...], what: str) -> Attribute:
         at = c.pos
         word = c.expect(re.compile(r"\w+"), what)[0]
         if word not in names:
-            raise c.fail(f"unknown {what} {word!r}: expected one of {', '.join(names)}", at)
+            raise c.unknown(what, word, names, at)
         return word
 
     return read

@@ -143,8 +143,7 @@ def _check_whole(op: Op, tv: TensorView, k: int) -> None:
         axis = tv.domain.no_reductions[k]
         raise VerifyError(
             f"{op.name}: {axis_words(tv, axis)} is split over devices, but each device needs the "
-            "whole axis"
-            f"{in_ir(axis, tv)}"
+            f"whole axis: gather it by a Communication first{in_ir(axis, tv)}"
         )
 
 

@@ -298,9 +298,9 @@ def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | No
     if together and rings and params.offset_by_rank:
         kind = communication_type(together[0])
         raise UnsupportedError(
-            f"{kind} of {together[0].inp} needs the same block on all devices, but with "
-            "offset_stream_indexing_by_rank each device begins with its own block, because the "
-            f"same loop receives {rings[0].out} in a ring: leave the parameter off"
+            f"{kind} of {together[0].inp} needs the same block on all devices. But the same loop "
+            f"receives {rings[0].out} in a ring, and with offset_stream_indexing_by_rank each "
+            "device then begins with its own block: leave the parameter off"
             f"{user_code(together[0].where)}"
         )
     return None if together else along
@@ -407,7 +407,8 @@ class OperandSlicer:
         if v in self._parts and v not in self._wholes and twin not in self._known_before():
             raise UnsupportedError(
                 f"{op.name} needs the complete tensor {v} before the stream loop, but the loop "
-                f"computes {v} in parts, one part in each iteration{user_code(op.where)}"
+                f"computes one part of {v} in each iteration: remove the stream axis of {v}"
+                f"{user_code(op.where)}"
             )
         return twin
 

@@ -435,11 +435,11 @@ class CollectiveEmitter:
         """
         if self._program.params.offset_by_rank:
             raise UnsupportedError(
-                f"reduction ({op.reduction}) of {op.inp} to {op.out} with "
-                "offset_stream_indexing_by_rank: with the parameter, each device begins with its "
-                "own block, but all devices must reduce the same block in a loop iteration. Leave "
-                "the parameter off, or copy (set) the operand with its stream axis on the reduced "
-                f"axis and sum the copy{user_code(op.where)}"
+                f"reduction ({op.reduction}) of {op.inp} to {op.out}: all devices must reduce the "
+                "same block in a loop iteration, but with offset_stream_indexing_by_rank each "
+                "device begins with its own block. Leave the parameter off, or copy (set) the "
+                "operand with its stream axis on the reduced axis, and sum the copy"
+                f"{user_code(op.where)}"
             )
         assert op.reduction is not None
         inp, out = self._slicer.part(op.inp), self._program.twins[op.out]

@@ -307,7 +307,8 @@ class CuptiWatch(HostWatch):
             )
         if any(op.kind == "compute" for op in self.ops) and not found.activities:
             raise ExecutionError(
-                "CUPTI has recorded no work of the device, although some ops compute"
+                "CUPTI has recorded no work of the device, although some ops compute: trace "
+                "again, or pass source='events'"
             )
         # The profile has another clock. A range begins just after the recorded time of its step.
         shifts = sorted(t.begin - r.begin for t, r in zip(notes, found.ranges, strict=True))

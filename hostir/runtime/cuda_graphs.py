@@ -643,7 +643,7 @@ class Replays:
             root, _ = binding.root(slot)
             if root not in movable:
                 if plain[slot].numel():
-                    raise _Refused("an output is allocated by a step of its own")
+                    raise _Refused("torch allocates an output anew in each run")
                 self._nothing[slot] = plain[slot]
                 continue
             chain: list[int] = []

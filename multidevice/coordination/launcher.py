@@ -86,7 +86,8 @@ def _read(launcher: str, names: tuple[str, str, str, str]) -> LauncherInfo | Non
     if rank >= size or local_rank >= local_size > 0:
         raise CommunicationError(
             f"the launcher's environment variables contradict each other: {names[0]}={rank}, "
-            f"{names[1]}={size}, {names[2]}={local_rank}, {names[3]}={local_size}"
+            f"{names[1]}={size}, {names[2]}={local_rank}, {names[3]}={local_size}: a rank must be "
+            "less than the number of ranks"
         )
     return LauncherInfo(launcher, rank, size, local_rank, local_size)
 

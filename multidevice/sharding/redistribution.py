@@ -155,7 +155,10 @@ def _cheapest(
             is_last = (_blocks(after.placement), after.parts) == goal
             held = PlanCost(held=Fraction(0) if is_last else _share(after.placement, copied))
             heapq.heappush(queue, (cost + step + held, next(order), after, (*passed, at)))
-    raise AssertionError(f"no sequence of communications leads from {source} to {target}")
+    raise AssertionError(
+        f"internal error: no sequence of communications leads from {source} to {target}. Please "
+        "report this definition"
+    )
 
 
 def _share(placement: Placement, copied: frozenset[int]) -> Fraction:

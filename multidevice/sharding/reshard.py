@@ -401,7 +401,8 @@ def _changing_type(op: TensorOp) -> ParallelType:
         names = ", ".join(p.text for p in types)
         raise ShardingError(
             f"Expected at most one sharding change in {op.name} of {tensor_words(producer)}, "
-            f"found {names}{user_code(op.where)}{in_ir(f'{producer} -> {consumer}')}"
+            f"found {names}: change one mesh dimension in each op"
+            f"{user_code(op.where)}{in_ir(f'{producer} -> {consumer}')}"
         )
     return types[0]
 

@@ -491,8 +491,8 @@ class CudaPeerBackend(PeerBackend):
         super()._poll(lambda: done() or bool(gone()), call, open_ones)
         if not done():
             raise CommunicationError(
-                f"this rank gives up the capture of a CUDA graph: ranks {team_text(gone())} could "
-                "not capture it"
+                f"this rank captures no CUDA graph of this run, because ranks {team_text(gone())} "
+                "could not capture it"
             )
 
     def _use(self, mailbox: Mailbox, peer: int, slot: int) -> int:

@@ -127,7 +127,7 @@ class ValueParser:
             return _apply(op, tuple(args))
         dtype = FROM_TEXT.get(op.removeprefix("cast_"))
         if dtype is None:
-            raise self.cursor.fail(f"unknown dtype in {op}")
+            raise self.cursor.unknown("dtype", op.removeprefix("cast_"), FROM_TEXT, at)
         return sc.cast(args[0], dtype)
 
     def _new_symbol(self, name: str, dtype: DataType) -> None:
@@ -181,7 +181,7 @@ class ValueParser:
         if known is None:
             return self._declare(tv, start)
         if tensor_text(tv) != known:
-            raise c.fail(f"T{number} was declared as {known}", start)
+            raise c.fail(f"T{number} was declared as {known}, and must not differ here", start)
         return self.tensors[number]
 
     def _spelled(self) -> TensorDomain:
@@ -235,7 +235,7 @@ class ValueParser:
         spelled = self._spelled()
         tv = self._new_tensor(head, spelled)
         if tv.number in self.tensors:
-            raise c.fail(f"T{tv.number} has two domain sections", start)
+            raise c.fail(f"the axes of T{tv.number} appear twice: remove one of the lists", start)
         axes: dict[int, IterDomain] = {}
         groups: dict[str, tuple[IterDomain, ...]] = {}
         for title in ("root", "logical", "allocation"):
@@ -252,7 +252,8 @@ class ValueParser:
         loop = tuple(self.cursor.items(")", self.axis))
         if loop != spelled.loop:
             raise c.fail(
-                f"the loop domain of {head[0][:-1]} differs from its header, the axes in brackets",
+                f"the loop domain of {head[0][:-1]} differs from its header: both must list the "
+                "same axes",
                 start,
             )
         for axis in loop:
@@ -260,7 +261,9 @@ class ValueParser:
         tv.is_cpu_scalar = c.take_if("cpu scalar")
         tv.mesh_is_user_set = c.take_if("mesh set by user")
         if "logical" not in groups:
-            raise c.fail(f"T{tv.number} has no logical domain", start)
+            raise c.fail(
+                f"T{tv.number} has no logical domain: expected a line `logical domain: (..)`", start
+            )
         tv.domain = TensorDomain.of(
             groups["logical"],
             loop,
@@ -339,7 +342,7 @@ class ValueParser:
         start = c.pos
         word = c.expect(WORD, "a parallel type")[0]
         if word not in PTYPE_FROM_TEXT:
-            raise c.fail(f"unknown parallel type {word!r}", start)
+            raise c.unknown("parallel type", word, PTYPE_FROM_TEXT, start)
         return PTYPE_FROM_TEXT[word]
 
     def value(self) -> TensorView | Scalar:
@@ -541,7 +544,9 @@ class Parser(ValueParser):
             expected = getattr(op, field)
             expected = value_text(getattr(expected, method)() if method else expected)
             if SPACE.sub(" ", text) != expected:
-                raise c.fail(f"expected {expected}, the value of {name} in this op", at)
+                raise c.fail(
+                    f"{name} is {text} here, but the other fields of this op give {expected}", at
+                )
         return op
 
     def _field(self, template: Template, name: str, kind: str) -> object:
@@ -645,9 +650,10 @@ class Parser(ValueParser):
     def _symbol(self) -> None:
         name = self.cursor.name(NAME, "a symbol")
         self.cursor.take(":")
-        text = self.cursor.expect(WORD, "a dtype")[0]
+        found = self.cursor.expect(WORD, "a dtype")
+        text = found[0]
         if text not in FROM_TEXT:
-            raise self.cursor.fail(f"unknown dtype {text}")
+            raise self.cursor.unknown("dtype", text, FROM_TEXT, found.start())
         self._new_symbol(name, FROM_TEXT[text])
 
     def _alias(self) -> None:
@@ -687,7 +693,9 @@ class Parser(ValueParser):
             at = c.pos
             op = self.op()
             if not isinstance(op, TensorOp):
-                raise c.fail(f"{op.name} is not an op of a fusion", at)
+                raise c.fail(
+                    f"expected an op that computes tensors, found the host op {op.name}", at
+                )
             exprs.append(op)
         c.take("// %kernel_math")
         lined = with_lines(exprs, self.lines)

@@ -93,7 +93,8 @@ def _folded(kernel: LoweredKernel, device: DeviceInfo) -> LoweredKernel:
         raise UnsupportedError(
             f"kernel {kernel.name} needs more CUDA blocks than {device.name} can launch "
             f"({' x '.join(map(str, device.max_grid))}). No block can do the work of several, "
-            "because the blocks combine their results: give each block more work"
+            "because the blocks combine their results: use a schedule with more work for each "
+            "block, or smaller inputs"
         )
     x, y, z = kernel.grid
     if kernel.cluster > 1:

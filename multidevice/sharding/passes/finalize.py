@@ -54,8 +54,8 @@ def finalize_domains(fusion: Fusion) -> None:
             if not is_contiguous(tv):
                 raise ShardingError(
                     "Resharding expression must have contiguous inputs and outputs: "
-                    f"{tensor_words(tv)} is not contiguous, in "
-                    f"{op.name}{user_code(op.where)}{in_ir(op)}"
+                    f"{tensor_words(tv)} is not contiguous, in {op.name}: declare it contiguous"
+                    f"{user_code(op.where)}{in_ir(op)}"
                 )
 
 

@@ -164,10 +164,11 @@ class _Merged:
                 return (count, None) if sc.int_value(blocks) == 1 else (count, blocks)
         axes = " and ".join(map(str, parts))
         raise self._refusal(
-            f"has blocks of {block} of {sc.product(sizes)} elements, which are not known to be "
-            f"boxes of {axes} (a range of each axis): instead of {n}, use a number of blocks that "
-            "divides the outermost axis, or the product of the outer axes and a divisor of the "
-            "next; or parallelize the whole merged axis on stream"
+            f"has blocks of {block} of {sc.product(sizes)} elements. A block must consist of a "
+            f"range of each of the merged axes {axes}, which is not known of these blocks. Instead "
+            f"of {n} blocks, use a number that divides the outermost of these axes, or is the "
+            "product of the outer axes and a divisor of the next; or parallelize the whole merged "
+            "axis on stream"
         )
 
     def _replace(

@@ -308,9 +308,9 @@ def _read_in_turn(pair: Pair, whole: Collection[TensorOp]) -> None:
     for op, index in reversed(steps):
         if not apply_steps(op.out_tensor, op.inputs[index], forward_cuts(op, index, op.out_tensor)):
             raise UnsupportedError(
-                f"blocks of {op.name} {op.out_tensor.label} are not known to be those of axis "
-                f"{pair.axis} of {pair.between.label}, because its extent may not be divisible by "
-                "the number of blocks"
+                f"{op.name} {op.out_tensor.label} cannot be computed in steps along axis "
+                f"{pair.axis} of {pair.between.label}, because the extent of this axis may not be "
+                "divisible by the number of steps"
             )
 
 

@@ -397,6 +397,6 @@ def test_without_scales_the_dtype_is_that_of_the_matrices(dtype: Any) -> None:
         b = fd.define_tensor([2, 4, 4], contiguity=True)
         ends = fd.define_tensor([2], dtype=DataType.Int32)
         assert fd.ops.grouped_mm(a, b, ends, dtype=dtype).dtype() is DataType.Float
-        with pytest.raises(DefinitionError, match=r"dtype .*Half.*without scales, cast T0"):
+        with pytest.raises(DefinitionError, match=r"dtype .*Half.*Without scales, cast T0"):
             fd.ops.grouped_mm(a, b, ends, dtype=DataType.Half)
         fd.add_output(fd.ops.neg(a))

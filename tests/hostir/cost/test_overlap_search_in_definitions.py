@@ -173,7 +173,7 @@ OF_TWO_AXES = ((10, 4, 7), (10, 4, 6))
         ),
         (
             Form(of_batches(-1, -1, 0, (-1, -1)), means_batches, OF_TWO_AXES),
-            "cannot be: blocks of reshape T5_l_float are not known to be those of axis 0 of T2_l",
+            "cannot be: reshape T5_l_float cannot be computed in steps along axis 0 of T2_l",
         ),
     ],
     ids=["itself", "inner", "unknown"],

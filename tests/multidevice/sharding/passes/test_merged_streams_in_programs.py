@@ -424,11 +424,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "blocks that are no boxes": (
         Case(split_in_three, torch.exp, ((5, 4, 5),), constant=True),
         r"merged stream axis of the result of exp \(T1.*made by exp.*blocks of 7 of 20 elements"
-        r".*boxes of iS\d+\{5\} and iS\d+\{4\}",
+        r".*merged axes iS\d+\{5\} and iS\d+\{4\}",
     ),
     "blocks that may be none": (
         Case(split_in_three, torch.exp, ((6, 4, 5),)),
-        r"blocks of \( ceilDiv\(\( i0 \* i1 \), 3\) \).*not known to be boxes",
+        r"blocks of \( ceilDiv\(\( i0 \* i1 \), 3\) \).*not known of these blocks",
     ),
     "four axes": (
         Case(lambda o, x: stream(o.exp(x), 0, 1, 2, 3), torch.exp, ((2, 3, 4, 5),)),
