@@ -4,10 +4,13 @@ heuristic chose without measuring, and stores the fastest.
 For each class of inputs (`InputsClass`), the parameters come from the first of these sources that
 has them:
 
-1. the cache in memory; 2. the cache on disk; 3. a measurement on the first inputs of the class.
-First, the heuristic's choice and its neighbours (parameters that differ from it by few factors of
-two) are timed, one run of each in turn. Second, the neighbours of the fastest of these are timed.
-The fastest of all replaces the heuristic's choice if it is faster by more than the noise.
+1. the cache in memory;
+2. the cache on disk;
+3. a measurement on the first inputs of the class.
+
+A measurement first times the heuristic's choice and its neighbours (parameters that differ from it
+by few factors of two), one run of each in turn. It then times the neighbours of the fastest of
+these. The fastest of all replaces the heuristic's choice if it is faster by more than the noise.
 
 Inputs belong to the same class if the heuristic does not distinguish them. Such inputs have equal
 layouts, equal parameters chosen by the heuristic, and sizes with equal numbers of bits. The results
@@ -498,8 +501,8 @@ _COARSEST = 2.0**-1
 
 @dataclass
 class TuningCandidate:
-    """A kernel lowered with some schedule parameters, which is timed, and its launch on the
-    caller's inputs.
+    """A kernel that is timed: it was lowered with certain schedule parameters, and has a launch on
+    the caller's inputs.
 
     The results are written to buffers that belong to the search, not to the caller's outputs.
     `tensors` are the inputs, then these buffers. `numbers` are the scalar inputs. `seconds` are the

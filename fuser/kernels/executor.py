@@ -432,8 +432,9 @@ class FusedKernelExecutor:
         """Returns the version of the kernel with the parameters that the heuristic chooses without
         measuring, and its launch.
 
-        If these tensors violate an assumption of that version, a version with fewer assumptions is
-        returned.
+        `layouts` and `alignments` are those of the tensors, and `bound` has the values of all
+        sizes. If these tensors violate an assumption of that version, a version with fewer
+        assumptions is returned.
         """
         # A kernel may assume more than its parameters say. The next tries are without vectors, then
         # the generic variant.
@@ -482,7 +483,8 @@ class FusedKernelExecutor:
         launch had to be computed to choose the version, and None otherwise.
 
         The version may rely on the alignments `known`. If `known` is None, the generic version is
-        returned, which relies on nothing. `alignments` are the actual alignments of the tensors.
+        returned, which relies on nothing. `alignments` are the actual alignments of the tensors,
+        and `bound` has the values of all sizes.
         """
         if known is None:
             return self._generic_for(bound, device), None
@@ -506,7 +508,8 @@ class FusedKernelExecutor:
     def _within_limits(
         self, variant: Variant, key: VariantKey, bound: KernelSizes, device: DeviceInfo
     ) -> Variant:
-        """Returns `variant` if the device accepts its number of CUDA blocks.
+        """Returns `variant` if the device accepts its number of CUDA blocks for the sizes in
+        `bound`.
 
         Otherwise, returns a version of the same kernel in which each launched block does the work
         of several blocks.
@@ -528,8 +531,8 @@ class FusedKernelExecutor:
         """Returns the generic version of the kernel, which makes no assumptions about layouts and
         sizes.
 
-        If that version has too many CUDA blocks for the device, a launched block does the work of
-        several.
+        If that version has too many CUDA blocks for the device with the sizes in `bound`, a
+        launched block does the work of several.
         """
         variant = self._generic_variant(device)
         return self._within_limits(variant, self._generic_key(device), bound, device)
@@ -567,9 +570,11 @@ class FusedKernelExecutor:
         """Returns a version of the kernel that was made for other sizes but accepts these tensors,
         and its launch. This avoids a compilation.
 
-        Returns None if there is no such version. Also returns None for large tensors, and for
-        tensors much larger than those for which a version was made, because a new version would be
-        faster. When `MAX_VARIANTS` versions exist, these tensors are accepted, too.
+        `key` has the layouts, parameters and index type of a version for exactly these tensors, and
+        `values` their sizes. Returns None if no other version accepts them. Also returns None for
+        large tensors, and for tensors much larger than those for which a version was made, because
+        a new version would be faster. When `MAX_VARIANTS` versions exist, these tensors are
+        accepted, too.
         """
         layouts, params, index = key
         nbytes = total_nbytes(tensors)

@@ -281,6 +281,8 @@ def launch_of(
     - `scalars` are the scalar inputs, whose values may change in each call.
     - `refuse` creates the error for a number that its dtype cannot hold, from the scalar and the
       reason.
+    - `checked`: whether the kernel has run-time checks. Such a launch packs its arguments each
+      time.
     """
     needs = variant.needs
     for number, nbytes in needs.alignments:
@@ -329,8 +331,8 @@ def launch_of(
 
 
 class _ScalarArgument(NamedTuple):
-    """A kernel argument whose value changes with the scalar inputs of a call, as a function from
-    the values of the scalar inputs to the argument.
+    """A kernel argument whose value depends on the scalar inputs of a call. The object is a
+    function: it takes the values of the scalar inputs, and returns the argument.
 
     `scalar` is the argument as an expression, and `scalars` are the symbols of the scalar inputs.
     `known` has the values of all other symbols, which are fixed for a launch. `refuse` creates the

@@ -374,8 +374,8 @@ def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> Res
 
 # ------------------------------------------------------------------ devices
 def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
-    """Returns pairs (tensor, axis) of the axes with a symbolic extent of which each device of the
-    tensor's mesh has one position.
+    """Returns pairs (tensor, axis): the axes that have a symbolic extent, and one position per
+    device of the tensor's mesh.
 
     The caller checks that the extent is the number of devices. Tensors whose axes the user has
     placed on devices come first, so that an error message names a line of the user, if possible.

@@ -116,9 +116,9 @@ def iterate_resized(fusion: Fusion) -> None:
 def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Values) -> None:
     """Decides for all `?` axes of `fusion`, in place, whether they are iteration or broadcast axes.
 
-    `plans` says for each reshape with `?` axes which axes it merges, splits, adds and removes, in
-    program order, without reshapes that no output needs. `values` has the sizes. If `values` is
-    None, `?` axes of slices and pads become iteration axes.
+    `plans` yields, for each reshape with `?` axes in program order, which axes it merges, splits,
+    adds and removes. Reshapes that no output needs have no plan. `values` has the sizes. If
+    `values` is None, `?` axes of slices and pads become iteration axes.
     """
     exprs: list[TensorOp] = []
     changed: set[TensorView] = set()
@@ -150,9 +150,9 @@ def _decide(
     """Returns the squeeze, reshape and broadcast ops that replace a reshape with `?` axes (axes
     that may turn out to be broadcasts).
 
-    `plan` says which axes are removed, merged, split and added. If the tensor has no elements, the
-    reshape stays. Axes of size 1 of the result then become broadcast axes, and all others iteration
-    axes.
+    `plan` says which axes are removed, merged, split and added, and `values` has the sizes. If the
+    tensor has no elements, the reshape stays. Axes of size 1 of the result then become broadcast
+    axes, and all others iteration axes.
     """
     out = op.out
     if plan.is_empty:
@@ -240,9 +240,9 @@ def _grouped_domain(
     """Returns the axes of a reshape's result, with the merges and splits that derive them from the
     axes of the operand `source`.
 
-    Each entry of `groups` has the positions of operand axes, and the sizes of the result axes into
-    which they are reshaped. If `named` is not empty, the axes of the result get the numbers (ids)
-    of its entries.
+    `values` has the sizes. Each entry of `groups` has the positions of operand axes, and the sizes
+    of the result axes into which they are reshaped. If `named` is not empty, the axes of the result
+    get the numbers (ids) of its entries.
     """
     root = [fusion.clone_axis(a) for a in source.domain.no_reductions]
     at = 0

@@ -83,8 +83,8 @@ class GraphMaker(Protocol):
         ...
 
     def kernel(self, call: LaunchCall, stream: int) -> object:
-        """Launches a kernel during a capture, and returns the CUDA graph's node for that kernel,
-        whose arguments can be updated later.
+        """Launches the kernel of `call` on `stream` during a capture, and returns the CUDA graph's
+        node for that kernel, whose arguments can be updated later.
         """
         ...
 
@@ -112,7 +112,7 @@ class Users:
 
     def enter(self) -> None:
         """Registers this thread as one that runs programs, as soon as no CUDA graph is being
-        captured, and sets the flag `here.is_known` of this thread.
+        captured, and sets the thread-local flag `here.is_known`.
 
         A thread that Python did not start, for example a thread in which torch computes gradients,
         only gets the flag, because Python's list of threads may not contain it.
@@ -196,8 +196,9 @@ def _checked(what: str, result: tuple[Any, ...]) -> Any:
 
 
 def _refusal(library: Any, function: str, status: int, problem: str) -> KernelError:
-    """Returns the error for a driver call that failed with `status`. `problem` says what the call
-    was for."""
+    """Returns the error for the driver call `function` that failed with `status`. `library` is the
+    driver's library, loaded by ctypes. `problem` says what the call was for.
+    """
     return KernelError(
         f"{problem}: the driver call {function} failed with {status_text(library, status)}. Set "
         "FUSER_DISABLE=cuda_graphs to launch every kernel separately, without CUDA graphs"

@@ -96,7 +96,8 @@ def compile_kernels(
 
 def compiler_of(device: torch.device | str, *, checked: bool = False) -> str:
     """Returns a digest of everything besides a kernel's text that determines its machine code:
-    compiler, flags, headers and architecture. It is a part of cache keys.
+    compiler, flags, headers and architecture. It is a part of cache keys. `checked` selects the
+    flags for run-time checks on a CPU.
     """
     kind, index = device_parts(device)
     if kind == "cpu":

@@ -101,6 +101,10 @@ class CompiledKernel(ABC):
         """Runs the kernel, with one argument for each parameter. On CUDA, enqueues the kernel on
         the stream with the raw handle `stream`.
 
+        `grid` and `block` are the numbers of CUDA blocks, and of threads per block, along x, y and
+        z. Each block gets `smem_bytes` bytes of shared memory in addition to those that the kernel
+        declares.
+
         Raises:
             KernelError: the arguments, the numbers of CUDA blocks or threads, or the bytes of
                 shared memory are invalid; the device reports an error; or the run-time checks of a
@@ -111,7 +115,9 @@ class CompiledKernel(ABC):
     def prepare(
         self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
     ) -> PreparedLaunch:
-        """Returns a launch for repeated use, whose arguments are packed only once."""
+        """Returns a launch for repeated use, whose arguments are packed only once. The parameters
+        are those of `launch`.
+        """
 
     def _argument_error(self, args: Sequence[Argument], cause: Exception) -> KernelError:
         """Returns the error for arguments that could not be packed because of `cause`."""

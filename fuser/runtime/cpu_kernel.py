@@ -164,7 +164,8 @@ def _run_compiler(
 ) -> bytes:
     """Compiles the C++ text `text` to a shared library, and returns the bytes of the library.
 
-    `texts` has the source texts by file name, for excerpts in error messages.
+    `flags` are the compiler's options, and `timeout_s` limits its time. `texts` has the source
+    texts by file name, for excerpts in error messages.
 
     Raises:
         CompileError: compilation failed. The message has the compiler's log, and the source lines

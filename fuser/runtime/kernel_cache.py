@@ -239,8 +239,8 @@ class KernelCache:
         return found
 
     def store(self, symbols: dict[str, str], data: bytes, extension: str) -> Binary:
-        """Stores an object file with several compiled kernels. `symbols` maps each kernel's cache
-        key to its name in the file.
+        """Stores `data`, the contents of an object file with several compiled kernels. `symbols`
+        maps each kernel's cache key to its name in the file. `extension` is that of the file name.
 
         If the files cannot be written, the process warns once.
         """
@@ -363,7 +363,8 @@ class KernelCache:
         """Returns the files of a subfolder as (path, bytes, time of last use), least recently used
         first.
 
-        Also deletes incomplete files of processes that died while writing.
+        `part` is the subfolder, and `now` the current time. Also deletes incomplete files of
+        processes that died while writing.
         """
         found: list[tuple[Path, int, float]] = []
         with os.scandir(self.folder / part) as files:

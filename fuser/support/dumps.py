@@ -101,6 +101,7 @@ def lines(name: str, of: str, *, rank: int) -> Callable[[str], None] | None:
     """Returns a function that writes one line of a dump immediately, for dumps that grow during a
     run.
 
+    `name` and `of` are those of `Dump`: the name of the dump in `FUSER_DUMP`, and its subject.
     Returns None if the dump is not requested. The heading is written once. With `FUSER_DUMP_DIR`,
     all lines of a dump are in one file.
     """

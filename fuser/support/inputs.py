@@ -116,7 +116,8 @@ def check_count(
 ) -> None:
     """Checks that a call passes as many inputs as the definition declares.
 
-    The error names the first missing input. `lines` has the user's lines of scalar inputs.
+    `given` is the number of inputs that the call passes. The error names the first missing input.
+    `lines` has the user's lines of scalar inputs.
 
     Raises:
         InputError: the numbers differ.

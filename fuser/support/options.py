@@ -587,7 +587,8 @@ def _options(kind: str) -> Mapping[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=64)
 def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
-    """Parses the value of a variable, `name,name(a,b),...`, and returns the arguments of each name.
+    """Parses `text`, the value `name,name(a,b),...` of the variable `FUSER_<kind>`, and returns the
+    arguments of each name.
 
     Raises:
         OptionError: a name is unknown, or the syntax is wrong.
@@ -621,7 +622,8 @@ def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def _check_arguments(kind: str, name: str, args: tuple[str, ...]) -> None:
-    """Checks the arguments of an option's name against the table `ARGUMENTS`.
+    """Checks the arguments `args` of the name `name` in the variable `FUSER_<kind>` against the
+    table `ARGUMENTS`.
 
     If the name is a dump of nvFuser that has no effect here, any arguments are accepted.
 

@@ -659,8 +659,8 @@ def _size(tv: TensorView, axis: IterDomain, values: Values) -> int:
 
 
 def _divided_extent(pair: Pair, values: Values) -> int:
-    """Returns the size of the axis that devices divide, of the tensor `pair.between`, in the whole
-    tensor. The parts of this axis become the steps of the overlap.
+    """Returns the global size of the axis along which devices divide the tensor `pair.between`. The
+    parts of this axis become the steps of the overlap.
 
     The matmul passes this tensor to the communication, or receives it from the communication.
     """

@@ -164,11 +164,11 @@ class Simulator:
 
     def _share(self, now: float, changed: set[int]) -> None:
         """Divides the multiprocessors and links among the work that is now ready, at the simulated
-        time `now`. Work of the classes of equal ranks in `changed` has begun or ended, so the
-        speeds change.
+        time `now`. `changed` has the classes (ranks that take the same time) whose work has begun
+        or ended, so that speeds change.
 
-        Classes that communicate with these classes are included, because a communication is as slow
-        as its slowest rank.
+        Classes that communicate with them are included, because a communication is as slow as its
+        slowest rank.
         """
         found: dict[WorkItem, None] = {}
         todo, seen = list(changed), set(changed)
@@ -594,8 +594,8 @@ _MIX, _ADD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 def rank_classes(items: Sequence[UnrolledOp], count: int) -> Array:
     """Divides `count` ranks into classes that take the same time, and returns the class number of
-    each rank. Ranks of one class run the same ops on the same sizes, and communicate with ranks of
-    equal classes.
+    each rank. Ranks of one class run the same ops on the same sizes, and the ranks with which they
+    communicate are in equal classes, too.
 
     `items` are the ops of all ranks. Classes are numbered in the order of their first ranks.
     """

@@ -199,8 +199,8 @@ def poll_until(
 
     - `look(waited_s)`: called every few milliseconds of a longer wait; raises an error if the wait
       can no longer end.
-    - `what()`, `why()`: the description of the wait and the cause of the delay, for the error at
-      the deadline.
+    - `what()`, `why()`, `rank`: the description of the wait, the cause of the delay, and this rank,
+      for the error at the deadline.
 
     Raises:
         CommunicationTimeout: `done()` stayed False for `FUSER_TIMEOUT_S`; the message contains

@@ -134,7 +134,7 @@ class Control(ABC):
     def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
         """Sends this rank's `record` to all ranks of the team; returns all records, in team order.
 
-        All records have the same size.
+        All records have the same size. `step` is the operation of the control channel.
         """
 
     @abstractmethod
@@ -144,7 +144,8 @@ class Control(ABC):
         """Sends this rank's `payload` to all ranks of the team; returns all payloads, in team
         order.
 
-        `sizes` are the sizes of the ranks' payloads in bytes.
+        `sizes` are the sizes of the ranks' payloads in bytes. `step` is the operation of the
+        control channel.
         """
 
     @abstractmethod
@@ -429,8 +430,9 @@ class Control(ABC):
     def _records(
         self, step: ControlCall, status: int, nbytes: int, digest: bytes
     ) -> list[tuple[int, int, bytes]]:
-        """Sends (status, size, digest) of this rank to the team; returns those of all ranks, in
-        team order.
+        """Sends (status, size, digest) of this rank to the team of the operation `step`; returns
+        those of all ranks, in team order. The size, `nbytes`, is that of the payload that the rank
+        sends next.
 
         Raises `CommunicationError` if the ranks make different operations of the control channel.
         """

@@ -209,8 +209,9 @@ class WaitForGraph:
         """Publishes that this rank waits, but not for calls of other ranks: it waits in `what`
         until `ranks` announce that they leave or have failed.
 
-        Such a wait blocks only ranks that need calls of this rank. These ranks detect a deadlock
-        themselves. Raises `PeerError` if the process of one of `ranks` has ended.
+        `entered` has the calls that this rank has entered. The wait blocks only ranks that need a
+        further call of this rank, and these ranks detect the deadlock themselves. Raises
+        `PeerError` if the process of one of `ranks` has ended.
         """
         self._post(_RankPosition(BlockedRank(self._rank, what, ()), dict(entered), (), self._ended))
         self._check_lives(what, ranks)

@@ -13,8 +13,9 @@ from fuser.support.errors import CommunicationError, warn
 class LauncherInfo:
     """The position of this process in its job, as the launcher's environment variables say.
 
-    `launcher` is none, mpi, torchrun, slurm or simulated. `local_rank` and `local_size` count the
-    ranks of this host; -1 means that the launcher does not define the value.
+    `launcher` is none, mpi, torchrun, slurm or simulated. `local_rank` is the number of this
+    process among the ranks of its host, and `local_size` the number of these ranks; -1 means that
+    the launcher does not define the value.
     """
 
     launcher: str

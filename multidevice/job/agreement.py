@@ -366,7 +366,8 @@ class Channel:
         """Announces what this rank is about to run in the next call, by a call token with the class
         `kind`.
 
-        Returns whether the tokens of all ranks of the team are equal.
+        `signature` describes the run for error messages. Returns whether the tokens of all ranks of
+        the team are equal.
         """
         self._number = self._control.ledger.enter(self._key)
         self._posted[0] = self._number + 1
@@ -400,9 +401,10 @@ class Channel:
         """Exchanges descriptions of the runs with the other ranks; raises an error if the ranks do
         not agree.
 
-        `error` is the error of this rank, or None. Returns False if other ranks were still in an
-        earlier call. In that case, the exchange has told those ranks that their call has failed on
-        this rank.
+        `signature` describes the run of this rank, and `numbers` are the values of its scalar
+        inputs that may change from call to call. `error` is the error of this rank, or None.
+        Returns False if other ranks were still in an earlier call. In that case, the exchange has
+        told those ranks that their call has failed on this rank.
         """
         # All members are in this call, so the deadlocks of their last calls are posted. If they
         # were counted after the comparison, the ranks' counts would differ again.
@@ -464,11 +466,13 @@ class Channel:
         error: BaseException | None,
         out_of_step: str,
     ) -> bool:
-        """Compares the descriptions of all ranks; raises an error if the ranks do not agree.
+        """Compares the descriptions that all ranks have sent of their runs; raises an error if the
+        ranks do not agree.
 
-        `statements` are the descriptions. `out_of_step` is a text about call counts that differed
-        after an earlier error, "" if none did. Returns False if another rank is still in an earlier
-        call, otherwise True.
+        `statements` are these descriptions. `signature` describes the run of this rank, and `error`
+        is its error, or None. `out_of_step` is a text about call counts that differed after an
+        earlier error, "" if none did. Returns False if another rank is still in an earlier call,
+        otherwise True.
         """
         calls = [s["calls"] for s in statements]
         if self._calls < max(calls):

@@ -51,8 +51,8 @@ _ON_DEVICES = ("nccl", "cuda")
 
 
 class _ExitRequest(SystemExit):
-    """The SystemExit that `sys.exit` raises on a rank. It detects whether it has ended the
-    interpreter, and only then records the exit code.
+    """The SystemExit that `sys.exit` raises on a rank. Its exit code is recorded only if this
+    exception ends the program, and not if user code catches it.
 
     The test is made when the exception object is destroyed. An exception that user code catches is
     destroyed inside a Python frame. An exception that ends the program is destroyed in the

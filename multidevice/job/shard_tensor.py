@@ -63,7 +63,7 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) ->
         ShardingError: `tv` has no mesh, `tv` is a result without a placement of its own, `tensor`
             has another number of dimensions than `tv`, or the mesh does not divide an extent.
         UnsupportedError: the axis that is divided over devices is the result of a merge of axes, or
-            the tensor is computed in steps, and only one step of it is in memory at a time.
+            the tensor is computed in steps, and memory holds only the part of one step at a time.
     """
     from multidevice.job.communicator import Communicator
 

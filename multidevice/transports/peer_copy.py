@@ -503,8 +503,8 @@ class PeerBackend(CheckedBackend):
         return self._carry_out(mailbox, [step], batch)
 
     def _post(self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
-        """Announces a send in the mailbox, the shared memory that the receiver reads; returns the
-        send.
+        """Announces the send `one` of the communication `call` in the mailbox, the shared memory
+        that the receiver reads. Returns the announced send.
 
         If the receiver cannot map the memory of the data, the data is first copied to other memory.
         """
@@ -531,8 +531,8 @@ class PeerBackend(CheckedBackend):
         return mailbox.next_use(peer, slot)
 
     def _check_fits(self, mailbox: Mailbox, one: Numbered, record: Record) -> None:
-        """Raises `CommunicationError` if dtype or size differ between a receive and the sender's
-        data.
+        """Raises `CommunicationError` if dtype or size differ between the receive `one` and the
+        sender's data.
 
         `record` describes the sender's data. Also writes an answer to the mailbox that makes the
         sender raise an error.

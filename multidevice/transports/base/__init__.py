@@ -1,7 +1,8 @@
 """Parts that all transports share.
 
-Question: which methods must a transport have? Imports: `fuser.support` and
-`multidevice.coordination`. Files, in reading order:
+Question: which methods must a transport have?
+Imports: `fuser.support` and `multidevice.coordination`.
+Files, in reading order:
 
 - `collectives`: the table of collectives, with all facts that do not depend on the transport.
 - `protocol`: the interface of a transport, also inside CUDA graphs.

@@ -342,7 +342,8 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         root: int | None,
         stream: object,
     ) -> Work:
-        """Starts a collective that needs one buffer only, such as a broadcast, in the buffer `out`.
+        """Starts a collective that needs only one buffer on each rank, such as a broadcast. That
+        buffer is `out`. The arguments are those of `NamedCollectives.collective`.
 
         The root first copies its operand `inp` to `out`. If `out` is None on the root, the root
         sends `inp`, which is not changed.
@@ -465,8 +466,8 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         """Checks the arguments of a collective once; returns a function that starts the same
         collective without the checks.
 
-        Returns None if each call needs work on this rank: a copy of an operand, or a staging buffer
-        (a copy in another dtype).
+        The arguments are those of `NamedCollectives.collective`. Returns None if each call needs
+        work on this rank: a copy of an operand, or a staging buffer (a copy in another dtype).
         """
         if row.has_one_buffer:
             return None  # the root copies its operand before each call
@@ -499,8 +500,9 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
     ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
         """Checks the arguments of a collective; raises an error that names the wrong argument.
 
-        Returns this rank's position in the team, the output and the input. A buffer that only the
-        root needs becomes None on other ranks.
+        The arguments are those of `NamedCollectives.collective`. Returns this rank's position in
+        the team, the output and the input. A buffer that only the root needs becomes None on other
+        ranks.
         """
         index = self._index(row.method, team)
         self._check_terms(row, team, reduce, root)
@@ -543,6 +545,8 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         """Counts a collective as entered by this rank; returns the call with its number.
 
         Ranks match their calls by these numbers. From now on, other ranks may wait for this call.
+        The arguments are those of `NamedCollectives.collective`, and have been checked; `index` is
+        the position of this rank in the team.
         """
         key = Calls(self.name, team)
         seq = self._ledger.enter(key)
@@ -595,7 +599,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         """Starts a MIN or MAX of floats as a MIN or MAX of integers in the same order.
 
         This is needed because transports lose NaN in MIN and MAX, while torch returns NaN.
-        `as_ordered` maps floats to integers.
+        `as_ordered` maps floats to integers. `inp` is the operand, which replaces that of `call`.
         """
         out, stream = call.out, self._pinned(call.stream)
         with self._on(stream):
@@ -722,8 +726,9 @@ def check_fit(
 ) -> None:
     """Raises an error if the sizes or dtypes of a collective's buffers do not fit together.
 
-    `count` is the number of ranks in the team. A buffer with one part per rank must divide into
-    `count` equal parts.
+    `row` describes the collective, `out` and `inp` are its buffers on this rank, and `count` is the
+    number of ranks in the team. A buffer with one part per rank must divide into `count` equal
+    parts.
     """
     op, out_parts, inp_parts = row.method, row.out.parts(count), row.inp.parts(count)
     for name, tensor, parts in (("out", out, out_parts), ("inp", inp, inp_parts)):

@@ -244,6 +244,7 @@ class CudaDriver:
 
     def _again(self, name: str, status: int, *args: Any) -> None:
         """Repeats a failed driver call if the reason was that this thread had no CUDA context.
+        `name` and `args` are the function and its arguments, and `status` is its result.
 
         Raises `CommunicationError` if the call still fails.
         """

@@ -131,7 +131,7 @@ class NamedCollectives(Protocol):
     ) -> Work:
         """Writes the elementwise reduction of all ranks' `inp` to `out` on every rank of the team.
 
-        `out` and `inp` may be the same tensor.
+        `op` is the reduction, such as "SUM". `out` and `inp` may be the same tensor.
         """
         return self.collective(ALLREDUCE, out, inp, team=team, reduce=op, stream=stream)
 
@@ -147,7 +147,8 @@ class NamedCollectives(Protocol):
         """Reduces the `inp` of all ranks elementwise, and stores one part of the result on each
         rank.
 
-        `inp` has one part per rank, in the order of `team`. The i-th rank receives part i in `out`.
+        `op` is the reduction, such as "SUM". `inp` has one part per rank, in the order of `team`.
+        The i-th rank receives part i in `out`.
         """
         return self.collective(REDUCE_SCATTER, out, inp, team=team, reduce=op, stream=stream)
 
@@ -202,7 +203,7 @@ class NamedCollectives(Protocol):
     ) -> Work:
         """Writes the elementwise reduction of all ranks' `inp` to `out` on the rank `root`.
 
-        `out` is ignored on other ranks.
+        `op` is the reduction, such as "SUM". `out` is ignored on other ranks.
         """
         return self.collective(REDUCE, out, inp, team=team, reduce=op, root=root, stream=stream)
 
@@ -271,7 +272,7 @@ class Backend(NamedCollectives, Protocol):
         ...
 
     def repeated_by(self, repeats: Repeats) -> None:
-        """Registers an owner of CUDA graphs that contain communications of this backend.
+        """Registers `repeats`, an owner of CUDA graphs that contain communications of this backend.
 
         When the backend drops its communicators, it calls `repeats.forget`, which drops the graphs.
         """
@@ -316,8 +317,9 @@ class Backend(NamedCollectives, Protocol):
         """Checks the arguments of a collective once; returns a function that starts the same
         collective without the checks, for later runs of the same program.
 
-        This rank has entered the collective before. The returned function accepts all buffers with
-        the dtypes and sizes of `out` and `inp`. Returns None if each call must be checked.
+        The arguments are those of `collective`. This rank has entered the collective before. The
+        returned function accepts all buffers with the dtypes and sizes of `out` and `inp`. Returns
+        None if each call must be checked.
         """
         ...
 
@@ -519,7 +521,7 @@ class Captured:
     _repeats: WeakSet[Repeats] | None = None
 
     def repeated_by(self, repeats: Repeats) -> None:
-        """Registers an owner of CUDA graphs that contain this backend's communications.
+        """Registers `repeats`, an owner of CUDA graphs that contain this backend's communications.
 
         `make_void` makes all owners drop their graphs.
         """

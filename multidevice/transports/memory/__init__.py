@@ -1,7 +1,8 @@
 """Memory of one process that other processes map into their address space.
 
-Question: how does a rank read another rank's memory? Imports: `fuser.support` and
-`multidevice.coordination`. Files, in reading order:
+Question: how does a rank read another rank's memory?
+Imports: `fuser.support` and `multidevice.coordination`.
+Files, in reading order:
 
 - `host_shared`: memory that the processes of a host share.
 - `handles`: the memory of other processes that this process has mapped. Also maps the shards of a

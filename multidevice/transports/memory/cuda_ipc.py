@@ -169,7 +169,8 @@ class IpcPieces:
                 self.tidy()
 
     def share(self, begin: int, nbytes: int) -> _Piece:
-        """Registers an allocation of the CUDA driver as memory that other processes can map.
+        """Registers an allocation of the CUDA driver as memory that other processes can map. The
+        allocation has `nbytes` bytes from the address `begin` on.
 
         Raises `UnsupportedError` if other processes cannot map the allocation.
         """
@@ -434,7 +435,8 @@ class IpcMemory:
         return name in self._pieces
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueues a copy of `nbytes` bytes on a CUDA stream, between two memory addresses.
+        """Enqueues a copy of `nbytes` bytes on a CUDA stream, from the address `source` to the
+        address `target`.
 
         Between two GPUs, a copy engine executes the copy.
         """
@@ -460,7 +462,8 @@ class IpcMemory:
         """Enqueues several waits for flags and writes of flags as one operation, in the given
         order.
 
-        A flag is a number in memory by which one GPU signals another one.
+        Each of `ops` is (`WAIT` or `WRITE`, address of the flag, value). A flag is a number in
+        memory by which one GPU signals another one.
         """
         self._check(
             "cuStreamBatchMemOp", self._batch(stream, len(ops), [*map(self._op, ops)], 0)[0]

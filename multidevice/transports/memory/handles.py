@@ -72,12 +72,13 @@ class Mapped(Generic[T]):
         limit: int | None = None,
         on_forgotten: Callable[[], None] = lambda: None,
     ) -> None:
-        """Creates the table of the mapped memory of other processes, at first empty.
+        """Creates an empty table for the mapped memory of other processes.
 
         - `map_file`: maps one piece of memory (an allocation that its owner process shares through
           a file); its arguments are the descriptor of the open file and the size in bytes. The
           function may raise `OSError`.
-        - `limit`: how many pieces stay mapped, the most recently used; None for no limit.
+        - `limit`: the number of pieces, the most recently used ones, that stay mapped; None for no
+          limit.
         - `on_forgotten`: called after this object has dropped pieces, because their owners no
           longer share them.
         """
