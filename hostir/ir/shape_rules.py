@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import pairwise
+from math import prod
 
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.domain.tensor_domain import IterDomain
@@ -247,8 +248,12 @@ def _check_sizes(
         if is_cut or one[1] is None or other[1] is None:
             continue
         a, b = device_cuts(one[0], one[1]), device_cuts(other[0], other[1])
+        is_same = a == b
+        if one[0].mesh != other[0].mesh:
+            # A rank of both meshes may have the same block on both, along other mesh dimensions.
+            is_same = _devices(one[0], one[1]) == _devices(other[0], other[1])
         # The part of a stream axis that one step has may be the part of one device.
-        if a != b and not any(ptype.is_stream for ptype in a | b):
+        if not is_same and not any(ptype.is_stream for ptype in a | b):
             _refuse(op, one, other, how=_OTHER_DEVICES)
 
 
@@ -260,6 +265,12 @@ def device_cuts(tv: TensorView, position: int) -> set[ParallelType]:
     `position` is the index of the axis, not counting reduction axes.
     """
     return {cut.ptype for cut in placement(tv)[position]}
+
+
+def _devices(tv: TensorView, position: int) -> int:
+    """Returns the number of devices that split one axis of `tv`. `position` is the index of the
+    axis, not counting reduction axes."""
+    return prod(cut.devices for cut in placement(tv)[position])
 
 
 def _number(x: Scalar, values: Mapping[Symbol, Number]) -> Number | None:

@@ -23,6 +23,7 @@ from fuser.ir import memory_layout
 from fuser.ir.fusion import Alias, Fusion, TensorOp, TensorView
 from fuser.ir.op import Op, walk
 from fuser.ir.ops import nodes
+from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import MemoryType
 from fuser.passes.segment import Segment, SegmentedFusion
 from fuser.passes.view_ops import is_copy
@@ -42,6 +43,7 @@ from hostir.ir.ops import (
 )
 from hostir.ir.program import HostIrContainer
 from hostir.lowering.loop_steps import LoweringState
+from hostir.lowering.mesh_transfers import lower_mesh_transfer
 from hostir.lowering.params import DEFAULT, LowerParams
 from hostir.lowering.slices import with_places
 from hostir.lowering.stream_loops import StreamLoopBuilder
@@ -55,6 +57,7 @@ from multidevice.sharding.reshard import (
     team_of,
 )
 from multidevice.sharding.streams import StreamLoops, stream_axis
+from multidevice.transports.base.collectives import BROADCAST
 
 _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp)
 
@@ -213,13 +216,18 @@ class SegmentLowering:
                     )
                 )
                 continue
+            if kind in ("SendRecv", "LocalCopy"):
+                self.ops += lower_mesh_transfer(self._program, op)
+                continue
             number = self._program.next_communication()
+            root = sc.ZERO if kind == BROADCAST.name else None
             communication = Communication(
                 op.inp,
                 op.out,
                 number=number,
                 type=kind,
                 team=team_of(op),
+                root=root,
                 red_op=RED_OP_OF[op.reduction] if op.reduction else "SUM",
                 backend=self._program.backend_name,
             )

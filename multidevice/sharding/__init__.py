@@ -8,6 +8,7 @@ Files, in reading order:
   device or one per step of a loop.
 - `queries`: how a tensor is cut, and whether two tensors are cut in the same way.
 - `propagation`: cuts of tensors that the user has not annotated: forward, then backward.
+- `mesh_transfer`: which rank sends which part of a tensor when the tensor changes its mesh.
 - `redistribution`: the cheapest sequence of communications that makes a change of cuts.
 - `reshard`: the collective that makes one step of such a sequence.
 - `streams`: the ops that a loop on the host computes block by block, and their loops.

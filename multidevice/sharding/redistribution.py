@@ -15,6 +15,12 @@ If each device has only a part of a sum, one communication adds the parts along 
 Only the innermost division of an axis can change, because the blocks inside it would be others.
 `plan_steps` and `plan_sums` search all sequences of these steps; see `PlanCost` for what the
 cheapest one is.
+
+A tensor changes its mesh in one communication, too (`mesh_transfer`). `plan_arrival` returns the
+placement in which it arrives: the last one, or one that divides the tensor over more devices, so
+that less is sent between the meshes, and an allgather on the new mesh follows:
+
+    x [DIDx(M), N] on {0 1}  ->  [DIDx(M), N] on {{2 3}{4 5}}  ->  [M, N] on {{2 3}{4 5}}
 """
 
 from __future__ import annotations
@@ -27,8 +33,10 @@ from functools import lru_cache
 from itertools import count, takewhile, zip_longest
 from math import prod
 
+from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.types import DEVICE_TYPES, ParallelType
-from multidevice.sharding.placement import Cuts, Placement, without_streams
+from multidevice.sharding.mesh_transfer import transfer_between
+from multidevice.sharding.placement import Cut, Cuts, Placement, without_streams
 
 
 @dataclass(frozen=True, order=True)
@@ -105,6 +113,51 @@ def plan_sums(source: SumStage, target: Placement, copied: Collection[int] = ())
 def sum_cost(source: SumStage, target: Placement, copied: Collection[int] = ()) -> PlanCost:
     """Returns the cost of the sequence that `plan_sums` returns for the same arguments."""
     return _cheapest(source, target, frozenset(copied))[0]
+
+
+def plan_arrival(
+    source: tuple[DeviceMesh, Placement],
+    target: tuple[DeviceMesh, Placement],
+    copied: Collection[int] = (),
+) -> Placement:
+    """Returns the placement in which a tensor arrives on another mesh, on its way to `target`.
+
+    `source` and `target` are pairs (mesh, placement). The result is the target's placement, or the
+    same with more divisions, which allgathers on the target's mesh remove afterwards. The sequence
+    is the cheapest one by `PlanCost`. Neither placement has iterations of a stream loop; `copied`
+    is as for `plan_steps`.
+    """
+    broadcast = frozenset(copied)
+
+    def cost(arrival: tuple[PlanCost, Placement]) -> PlanCost:
+        transfer = transfer_between(source, (target[0], arrival[1]), broadcast)
+        return arrival[0] + PlanCost(transfer.sent, communications=not transfer.is_local)
+
+    return min(_arrivals(source[1], *target, broadcast), key=cost)[1]
+
+
+def _arrivals(
+    source: Placement, mesh: DeviceMesh, target: Placement, copied: frozenset[int]
+) -> Iterator[tuple[PlanCost, Placement]]:
+    """Yields `target`, and each placement on `mesh` from which allgathers lead to it, with their
+    cost.
+
+    An axis is divided only into a number of blocks that divides the one in `source`, because no
+    other is known to divide its extent.
+    """
+    used = {c.ptype for cuts in target for c in cuts}
+    found = [(PlanCost(), target)]
+    for ptype in (p for p in DEVICE_TYPES[: mesh.ndim] if p not in used and mesh.size_of(p) > 1):
+        for cost, at in tuple(found):
+            for axis, cuts in enumerate(at):
+                wider = (*cuts, Cut(ptype, mesh.size_of(ptype)))
+                if axis in copied or _number(source[axis]) % _number(wider):
+                    continue
+                after = _put(at, axis, wider)
+                share = _share(after, copied)
+                gather = PlanCost(share * (mesh.size_of(ptype) - 1), communications=1, held=share)
+                found.append((cost + gather, after))
+    yield from found
 
 
 def moved_axes_of(source: Placement, target: Placement) -> tuple[int, int] | None:

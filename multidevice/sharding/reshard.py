@@ -26,6 +26,7 @@ from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.passes.view_ops import is_copy
 from fuser.support.arguments import require
 from fuser.support.errors import ShardingError, UnsupportedError, user_code
+from multidevice.sharding.mesh_transfer import MeshTransfer, transfer_between
 from multidevice.sharding.placement import (
     Cuts,
     Placement,
@@ -40,16 +41,16 @@ from multidevice.sharding.queries import (
     is_resharding,
     sharded_logical_axis,
 )
-from multidevice.transports.base.collectives import COLLECTIVES
+from multidevice.transports.base.collectives import BROADCAST
 from multidevice.transports.base.protocol import RedOp
 
-# The name of a collective (`COLLECTIVES`), or CollectivePermute, SendRecv, LocalSlice or StepSlice.
-# LocalSlice: every device keeps a block of its data. StepSlice: every step of a stream loop uses
-# one block.
+# The name of a collective (`COLLECTIVES`), or CollectivePermute, SendRecv, LocalSlice, LocalCopy or
+# StepSlice.
+# SendRecv: ranks of one mesh send pieces of a tensor to ranks of another mesh.
+# LocalSlice: every device keeps a block of its data. LocalCopy: the ranks of another mesh have
+# their blocks already. StepSlice: every step of a stream loop uses one block.
 CommunicationType = str
-_LOCAL = ("LocalSlice", "StepSlice")
-# The types that a change of shardings on one mesh may have, apart from stream steps.
-SUPPORTED = (*(row.name for row in COLLECTIVES.values() if row.reshards), "LocalSlice")
+_LOCAL = ("LocalSlice", "LocalCopy", "StepSlice")
 # ReductionOp kind -> the name of the reduction in host programs and backends.
 RED_OP_OF: dict[str, RedOp] = {"add": "SUM", "mul": "PRODUCT", "min": "MIN", "max": "MAX"}
 
@@ -103,6 +104,8 @@ def communication_type(op: Reshard) -> CommunicationType:
       with its own block.
     - StepSlice: each step reads a block of local data.
 
+    Between two meshes, the type is SendRecv, Broadcast or LocalCopy.
+
     Instead of a Broadcast or a CollectivePermute, the lowering may choose any other communication
     that brings each device the block of the step.
     """
@@ -113,20 +116,34 @@ def communication_type(op: Reshard) -> CommunicationType:
             return "AllToAll"
         found = stream_axis_of(op.out)
         return "CollectivePermute" if found is not None and found[1].swizzle else "Broadcast"
-    one_mesh = op.inp.mesh == op.out.mesh
+    if changes_mesh(op):
+        transfer = transfer_of(op)
+        if transfer.is_local:
+            return "LocalCopy"
+        return BROADCAST.name if transfer.teams else "SendRecv"
     source, target = _stored(op.inp, op.source), _stored(op.out, op.target)
     is_spread, becomes_spread = source is not None, target is not None
     if op.reduction is not None:
-        whole: CommunicationType = "Allreduce" if one_mesh else "Reduce"
-        return "ReduceScatter" if becomes_spread else whole
+        return "ReduceScatter" if becomes_spread else "Allreduce"
     if is_spread and becomes_spread:
-        is_one_axis = position_map(op).get(source) == target  # pyright: ignore[reportArgumentType]
-        return "SendRecv" if is_one_axis else "AllToAll"
-    if is_spread:
-        return "Allgather" if one_mesh else "Gather"
-    if becomes_spread:
-        return "LocalSlice" if one_mesh else "Scatter"
-    return "LocalSlice" if one_mesh else "Broadcast"
+        return "AllToAll"
+    return "Allgather" if is_spread else "LocalSlice"
+
+
+def changes_mesh(op: TensorOp) -> bool:
+    """Returns whether `op` is a copy of a tensor to another mesh, also before it is a `Reshard`."""
+    is_plain = isinstance(op, Reshard) or is_copy(op)
+    if not is_plain or op.inputs[0].mesh is None or op.out_tensor.mesh is None:
+        return False
+    return op.inputs[0].mesh != op.out_tensor.mesh
+
+
+def transfer_of(op: TensorOp) -> MeshTransfer:
+    """Returns which rank sends which piece to which rank, for a copy from one mesh to another."""
+    inp, out = op.inputs[0], op.out_tensor
+    assert inp.mesh is not None and out.mesh is not None, f"{op} has an operand without a mesh"
+    copied = frozenset(p for p, a in enumerate(out.domain.no_reductions) if a.is_broadcast)
+    return transfer_between((inp.mesh, placement(inp)), (out.mesh, placement(out)), copied)
 
 
 def _stored(tv: TensorView, position: int | None) -> int | None:
@@ -289,17 +306,14 @@ def team_of(op: Reshard) -> TeamOf:
     """Returns the teams of a `Reshard` op: the ranks that take part in one communication together.
 
     Such an op changes how a tensor is divided along some mesh dimensions; a team has the ranks
-    along these dimensions. Raises `UnsupportedError` for types of communication that are not
-    collectives of one mesh.
+    along these dimensions. If the op broadcasts a tensor to another mesh, a team has a rank that
+    sends, and the ranks that receive from it.
     """
-    found = communication_type(op)
-    row = COLLECTIVES.get(found)
-    has_one_mesh = found == "LocalSlice" if row is None else not row.is_rooted
-    if not has_one_mesh and not is_device_to_stream(op):
-        raise UnsupportedError(
-            f"{found}: a communication between two meshes is not supported yet; use one mesh for "
-            "both tensors"
-        )
+    if changes_mesh(op):
+        teams = transfer_of(op).teams
+        assert teams, f"{communication_type(op)} of {op.inp} has no teams"
+        ranks = teams if len(teams) > 1 else next(iter(teams))
+        return TeamOf(DeviceMesh(ranks), (ParallelType.mesh_x,))
     assert op.inp.mesh is not None, f"{op.inp} of a Reshard has no mesh"
     return TeamOf(op.inp.mesh, tuple(p for p in op.ptypes if p.is_device))
 
@@ -314,6 +328,7 @@ def as_reshard(op: TensorOp) -> Reshard | None:
     Raises:
         ShardingError: the op is neither a copy nor a reduction over devices; or the tensor changes
             along more than one mesh dimension (decomposition leaves no such op).
+        UnsupportedError: a copy to another mesh has a stream axis.
     """
     if not is_resharding(op):
         return None
@@ -325,6 +340,15 @@ def as_reshard(op: TensorOp) -> Reshard | None:
             "no single collective computes "
             f"it{user_code(op.where)}{in_ir(f'{producer} -> {consumer}')}"
         )
+    if changes_mesh(op):
+        if step_parts(producer) or step_parts(consumer):
+            raise UnsupportedError(
+                f"{op.name} of {tensor_words(producer)} from {producer.mesh} to {consumer.mesh}: "
+                "the steps of a stream loop cannot move a tensor to another mesh; copy it (set) "
+                f"without a stream axis first{user_code(op.where)}"
+                f"{in_ir(f'{producer} -> {consumer}')}"
+            )
+        return Reshard(consumer, producer, ptypes=()).replace(where=op.where)
     ptype = _changing_type(op)
     source, target = _position(producer, ptype), _position(consumer, ptype)
     if is_reduction and source is None:
@@ -358,8 +382,7 @@ def as_reshard(op: TensorOp) -> Reshard | None:
 def check_lowerable(op: Reshard) -> None:
     """Raises `UnsupportedError` if no transport implements the communication of a `Reshard` op.
 
-    Such an op changes how a tensor is divided over devices. The reason may be the type of
-    communication, or the dtype of the tensor.
+    Such an op changes how a tensor is divided over devices. The reason is the dtype of the tensor.
     """
     found = communication_type(op)
     if op.inp.dtype() in STORED:
@@ -373,30 +396,16 @@ def check_lowerable(op: Reshard) -> None:
             f"devices is a sum, not {op.reduction}{user_code(op.where)}"
             f"{in_ir(f'{op.inp} -> {op.out}')}"
         )
-    if found not in SUPPORTED and not _has_steps(op):
-        raise UnsupportedError(
-            f"{found} of {tensor_words(op.inp)} on {op.inp.mesh} to {op.out.mesh}: this "
-            f"communication is not supported yet; supported are {', '.join(SUPPORTED)} on one "
-            f"mesh{user_code(op.where)}{in_ir(f'{op.inp} -> {op.out}')}"
-        )
 
 
 def _changing_type(op: TensorOp) -> ParallelType:
     """Returns the one mesh dimension along which operand and result of `op` are divided
     differently.
 
-    If operand and result have two different meshes, all dimensions count as different. Then the
-    result is the dimension along which the operand or the result is divided, or else mesh_x. Raises
-    `ShardingError` if this rule gives several dimensions.
+    Raises `ShardingError` if there are several.
     """
     producer, consumer = op.inputs[0], op.out_tensor
     types = [p for p in DEVICE_TYPES if have_different_shardings(op, 0, (p,))]
-    if producer.mesh != consumer.mesh:
-        types = [
-            p
-            for p in types
-            if _position(producer, p) is not None or _position(consumer, p) is not None
-        ] or types[:1]
     if len(types) != 1:
         names = ", ".join(p.text for p in types)
         raise ShardingError(

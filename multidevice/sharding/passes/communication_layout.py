@@ -25,6 +25,7 @@ from multidevice.sharding.placement import (
     without_streams,
 )
 from multidevice.sharding.reshard import (
+    changes_mesh,
     communicates,
     communication_type,
     is_device_to_stream,
@@ -32,6 +33,7 @@ from multidevice.sharding.reshard import (
     is_step_slice,
     moved_axes,
     position_map,
+    transfer_of,
 )
 from multidevice.sharding.streams import (
     StepMemory,
@@ -100,7 +102,7 @@ def _are_same_memory(tv: TensorView, a: list[int], b: list[int], *, in_steps: bo
     return [p for p in a if p in several] == [p for p in b if p in several]
 
 
-def _outermost_axes(op: Reshard) -> tuple[tuple[int, ...], int | None]:
+def _outermost_axes(op: Reshard) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the axes of operand and result that must be outermost in memory for a collective.
 
     - Allgather and reduce-scatter: the gathered or scattered axis, because the part of each rank
@@ -108,19 +110,23 @@ def _outermost_axes(op: Reshard) -> tuple[tuple[int, ...], int | None]:
     - AllToAll: in the operand the axis that becomes divided, because each of its blocks is sent to
       another rank, and inside of it the axis that is divided before. In the result this axis is
       outermost, because each rank sends one block of it.
+    - A transfer to another mesh: the axes of which a rank sends or receives several pieces.
 
-    The first entry is () and the second one None if no axis must be outermost.
+    An entry is () if no axis must be outermost.
     """
+    if changes_mesh(op):
+        axes = transfer_of(op).cut_axes
+        return axes, axes
     if _moves_division(op):
         assert op.source is not None and op.target is not None, f"{op} moves no division"
         to_out = position_map(op)
         receiver = next(p for p, q in to_out.items() if q == op.target)
-        return (receiver, op.source), to_out[op.source]
+        return (receiver, op.source), (to_out[op.source],)
     row = COLLECTIVES.get(communication_type(op))
     if row is None or not row.growth:
-        return (), None
+        return (), ()
     source, target = moved_axes(op)
-    return () if source is None else (source,), target
+    return () if source is None else (source,), () if target is None else (target,)
 
 
 def _moves_division(op: Reshard) -> bool:
@@ -181,13 +187,12 @@ def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
     order = _mapped_order(op, [p for p, _ in memory_order(operand)])
     # Where a step computes the block of one device, the block is sent unchanged.
     in_steps = stream_axis(out) is not None
-    axis = None if scatters_steps(op) else _outermost_axes(op)[1]
-    if axis is not None:
+    first = () if scatters_steps(op) else _outermost_axes(op)[1]
+    if first:
         # The operand's order is kept. An axis with extent 1 on each shard may still be outermost.
-        rest = [p for p in order if p != axis]
-        outside = order[: order.index(axis)]
-        is_first = all(is_single(out, p, in_steps=in_steps) for p in outside)
-        order = order if is_first else [axis, *rest]
+        wanted = [*first, *(p for p in order if p not in first)]
+        is_first = _are_same_memory(out, order, wanted, in_steps=in_steps)
+        order = order if is_first else wanted
     order = steps_outermost(out, order)
     is_dense = not in_steps or memory.is_dense(out, order)
     current = [p for p, _ in memory_order(out)]

@@ -11,17 +11,25 @@ the target axis to each device. Its operand gets one more axis, whose index is t
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from math import prod
 
-from fuser.ir.domain.tensor_domain import MergeTransform
+from fuser.ir.domain.tensor_domain import IterDomain, MergeTransform
 from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops.nodes import ReshapeOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ops.reshaping import transformed_domain
 from fuser.passes.view_ops import is_copy
-from multidevice.sharding.placement import add_cuts, copy_like, placement
-from multidevice.sharding.redistribution import moved_axes_of, plan_steps
-from multidevice.sharding.reshard import Copies, exchanged_axes
+from multidevice.sharding.placement import (
+    Cuts,
+    Placement,
+    add_cuts,
+    copy_like,
+    placement,
+    step_parts,
+)
+from multidevice.sharding.redistribution import moved_axes_of, plan_arrival, plan_steps
+from multidevice.sharding.reshard import Copies, changes_mesh, exchanged_axes, transfer_of
 
 
 def split_copies(fusion: Fusion, copies: Copies) -> None:
@@ -37,54 +45,109 @@ def split_copies(fusion: Fusion, copies: Copies) -> None:
         if not is_copy(op) or exchanged_axes(op) is not None:
             continue
         at, out = op.inputs[0], op.out_tensor
-        if at.mesh != out.mesh:
-            continue
         copied = [p for p, a in enumerate(out.domain.no_reductions) if a.is_broadcast]
-        steps = plan_steps(placement(at), placement(out), copied)
+        have, want = placement(at), placement(out)
+        steps: list[Placement] = []
+        if changes_mesh(op):
+            if step_parts(at) or step_parts(out):
+                continue  # refused when the copy becomes a `Reshard`
+            have = _arrival(op, copied)
+            steps = [have] if have != want else []
+        steps += plan_steps(have, want, copied) if at.mesh == out.mesh or steps else []
         for cuts in steps:
             at = copies.get(at, out.mesh, cuts, before=op)
         if steps:
             fusion.replace_expr(op, [op.replace(inp=at)])
 
 
-def form_exchanges(fusion: Fusion) -> None:
-    """Gives every all-to-all an axis whose index is the device that receives the block.
+def _arrival(op: TensorOp, copied: Collection[int]) -> Placement:
+    """Returns the placement in which a tensor arrives on the mesh to which `op` copies it."""
+    inp, out = op.inputs[0], op.out_tensor
+    assert inp.mesh is not None and out.mesh is not None, f"{op} copies between meshes"
+    return plan_arrival((inp.mesh, placement(inp)), (out.mesh, placement(out)), copied)
 
-    Before: a copy changes the axis that a mesh dimension divides. After: the copy is between two
-    reshapes, and each block of its operand is one index of the new axis. The copy remains alone if
-    each block of its target axis has one index already.
+
+def form_exchanges(fusion: Fusion) -> None:
+    """Gives every copy that sends parts of blocks an axis whose indices are these parts.
+
+    - An all-to-all: a copy changes the axis that a mesh dimension divides. The index of the new
+      axis is the device that receives the block.
+    - A copy to a mesh that divides the tensor into other blocks: the index of the new axis is the
+      number of a piece (`mesh_transfer`). There may be one such axis for each axis of the tensor.
+
+    After, the copy is between two reshapes, and each part is one index of the new axes. An axis of
+    which each part has one index already remains as it is.
     """
     for op in fusion.exprs:
-        if not is_copy(op) or op.inputs[0].mesh != op.out_tensor.mesh:
+        if not is_copy(op) or op.inputs[0].mesh is None or op.out_tensor.mesh is None:
             continue
-        cuts = placement(op.out_tensor)
-        moved = moved_axes_of(placement(op.inputs[0]), cuts)
-        if moved is None or cuts[moved[1]][-1].whole:
-            continue
-        # A broadcast axis has one element in memory, so no device lacks a part of it.
-        axes = op.inputs[0].domain.no_reductions
-        if not any(axes[p].is_broadcast for p in moved):
-            fusion.replace_expr(op, _exchange(op, *moved))
+        if changes_mesh(op):
+            parts = _pieces(op)
+        else:
+            parts = _receivers(op)
+        if parts:
+            fusion.replace_expr(op, _exchange(op, parts))
 
 
-def _exchange(op: TensorOp, source: int, target: int) -> list[TensorOp]:
-    """Returns the ops of an all-to-all that divides the axis `target` instead of `source`."""
+def _receivers(op: TensorOp) -> dict[int, int]:
+    """Returns {axis that a mesh dimension divides in the result of `op`: number of its blocks}.
+
+    Empty if `op` is no all-to-all, or each block has one index.
+    """
+    cuts = placement(op.out_tensor)
+    moved = moved_axes_of(placement(op.inputs[0]), cuts)
+    if moved is None or cuts[moved[1]][-1].whole:
+        return {}
+    # A broadcast axis has one element in memory, so no device lacks a part of it.
+    axes = op.inputs[0].domain.no_reductions
+    if any(axes[p].is_broadcast for p in moved):
+        return {}
+    return {moved[1]: prod(cut.devices for cut in cuts[moved[1]])}
+
+
+def _pieces(op: TensorOp) -> dict[int, int]:
+    """Returns {axis: number of its pieces} for the axes of which a rank sends or receives parts.
+
+    `op` copies a tensor to another mesh. Axes whose pieces have one index each are left out.
+    """
+    inp, out = op.inputs[0], op.out_tensor
+    if step_parts(inp) or step_parts(out):
+        return {}
+    transfer = transfer_of(op)
+    sides = list(zip(placement(inp), placement(out), strict=True))
+    return {
+        p: transfer.pieces[p]
+        for p in transfer.cut_axes
+        if not any(cut.whole for cuts in sides[p] for cut in cuts)
+    }
+
+
+def _exchange(op: TensorOp, parts: Mapping[int, int]) -> list[TensorOp]:
+    """Returns the ops of a copy whose tensors have one more axis for each axis in `parts`.
+
+    `parts` maps an axis to the number of parts into which it is split. The outer part of the split
+    gets the divisions over devices.
+    """
     inp, out = op.inputs[0], op.out_tensor
     fusion = out.fusion
-    have, want = placement(inp), placement(out)
     axes = inp.domain.no_reductions
-    blocks = sc.const(prod(cut.devices for cut in want[target]))
-    sizes = [blocks, sc.ceildiv(axes[target].size, blocks)]
     roots = [fusion.clone_axis(a) for a in axes]
-    groups = [([p], sizes if p == target else [a.size]) for p, a in enumerate(roots)]
+    counts = {p: sc.const(count) for p, count in parts.items()}
+    groups = [
+        ([p], [counts[p], sc.ceildiv(a.size, counts[p])] if p in counts else [a.size])
+        for p, a in enumerate(axes)
+    ]
     spread = fusion.new_tensor(
         transformed_domain(fusion, roots, groups), inp.dtype(), mesh=inp.mesh
     )
-    positions = [p + (p > target) for p in range(len(axes))]
-    for p, axis in enumerate(positions):
-        add_cuts(spread, spread.domain.logical[axis].number, have[p])
-    received = copy_like(spread, out.mesh, (*want[: target + 1], (), *want[target + 1 :]))
-    _merge_into(out, received, target)
+    positions = [p + sum(q < p for q in parts) for p in range(len(axes))]
+    for p, cuts in zip(positions, placement(inp), strict=True):
+        add_cuts(spread, spread.domain.logical[p].number, cuts)
+    want: list[Cuts] = []
+    for p, cuts in enumerate(placement(out)):
+        want += [cuts, ()] if p in parts else [cuts]
+    received = copy_like(spread, out.mesh, tuple(want))
+    _merge_into(out, received, parts)
     return [
         ReshapeOp(spread, inp).replace(where=op.where),
         op.replace(inp=spread, out=received),
@@ -92,16 +155,23 @@ def _exchange(op: TensorOp, source: int, target: int) -> list[TensorOp]:
     ]
 
 
-def _merge_into(out: TensorView, received: TensorView, target: int) -> None:
-    """Gives `out` the root axes of `received`, of which two are merged to its axis `target`."""
+def _merge_into(out: TensorView, received: TensorView, parts: Collection[int]) -> None:
+    """Gives `out` the root axes of `received`: its axes in `parts` are two axes there, merged."""
     fusion, domain = out.fusion, out.domain.without_root()
-    logical = list(domain.no_reductions)
-    given = received.domain.no_reductions
-    outer, inner = (fusion.clone_axis(given[target + k]) for k in range(2))
-    roots = [*(a.number for a in logical[:target]), outer.number, inner.number]
-    roots += [a.number for a in logical[target + 1 :]]
-    merged = logical[target].having(rfactor=True)
-    merge = MergeTransform(outer.number, inner.number, merged.number)
+    given = iter(received.domain.no_reductions)
+    roots: list[int] = []
+    merges: list[MergeTransform] = []
+    made: list[IterDomain] = []
+    for p, axis in enumerate(domain.no_reductions):
+        pair = [next(given) for _ in range(1 + (p in parts))]
+        if p not in parts:
+            roots.append(axis.number)
+            continue
+        outer, inner = map(fusion.clone_axis, pair)
+        merged = axis.having(rfactor=True)
+        roots += [outer.number, inner.number]
+        merges.append(MergeTransform(outer.number, inner.number, merged.number))
+        made += [outer, inner, merged]
     out.domain = domain.having(
-        root=roots, transforms=(merge, *domain.transforms), axes=(outer, inner, merged)
+        root=roots, transforms=(*merges, *domain.transforms), axes=tuple(made)
     )

@@ -84,8 +84,6 @@ class Collective:
     reduces: Reduced | None = None
     # Whether transports take one buffer, for the root's operand and for every member's result.
     has_one_buffer: bool = False
-    # Whether a change of shardings on one mesh becomes this collective.
-    reshards: bool = False
     # The number of successive copies if n members copy out of each other's memory.
     rounds: Callable[[int], int] = lambda n: n - 1
     # Bytes per second of NCCL on an H200, where measured; calibration measures the same collectives
@@ -140,7 +138,6 @@ ALLGATHER = _row(
         sharing="slot",
         bus=_spread,
         block=lambda inp, out, n: inp,
-        reshards=True,
         h200_bandwidth=325e9,
     )
 )
@@ -154,7 +151,6 @@ ALLREDUCE = _row(
         bus=lambda n: 2 * (n - 1) / n,
         block=lambda inp, out, n: 2 * inp / n,
         reduces="all",
-        reshards=True,
         rounds=lambda n: 2 * (n - 1),
         h200_bandwidth=345e9,
     )
@@ -168,7 +164,6 @@ ALL_TO_ALL = _row(
         sharing="never",
         bus=_spread,
         block=lambda inp, out, n: inp / n,
-        reshards=True,
     )
 )
 BROADCAST = _row(
@@ -216,7 +211,6 @@ REDUCE_SCATTER = _row(
         bus=_spread,
         block=lambda inp, out, n: out,
         reduces="all",
-        reshards=True,
         h200_bandwidth=325e9,
     )
 )

@@ -21,7 +21,13 @@ from fuser.support.errors import ShardingError, UnsupportedError
 from multidevice import shard_tensor, simulate
 from multidevice.sharding import queries
 from multidevice.sharding.queries import Comparison
-from multidevice.sharding.reshard import as_reshard, communication_type, moved_axes, team_of
+from multidevice.sharding.reshard import (
+    as_reshard,
+    communicates,
+    communication_type,
+    moved_axes,
+    team_of,
+)
 from tests.support.rank_by_rank import X, Y, mesh, shard_axis
 
 M2 = mesh(2)
@@ -194,17 +200,26 @@ def test_replicated_to_sharded_is_a_local_slice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "kind"), [(None, None, "Broadcast"), (0, None, "Gather")]
+    ("source", "ranks", "kind", "team"),
+    [
+        (None, [0], "LocalCopy", None),
+        (0, [0], "SendRecv", None),
+        (None, [2, 3], "SendRecv", None),
+        (None, [2, 3, 4, 5], "Broadcast", "mesh_x of DeviceMesh{{0 2 4}{1 3 5}}"),
+    ],
 )
-def test_copies_between_meshes(source: int | None, target: int | None, kind: str) -> None:
+def test_copies_between_meshes(
+    source: int | None, ranks: list[int], kind: str, team: str | None
+) -> None:
     out, op = defined(lambda: ops.set(tensor(4, 6)))
     place(op.inputs[0], source)
-    place(out, target, on=DeviceMesh([0]))
+    place(out, on=DeviceMesh(ranks))
     found = as_reshard(op)
     assert found is not None
     assert communication_type(found) == kind
-    with pytest.raises(UnsupportedError, match=kind):
-        team_of(found)
+    assert communicates(found) == (kind != "LocalCopy")
+    if team is not None:
+        assert str(team_of(found)) == team
 
 
 def test_teams_follow_the_changing_dimension() -> None:
