@@ -192,8 +192,6 @@ def _select(runs: Sequence[tuple[int, int, int]]) -> Scalar:
     """
     if len(runs) == 1:
         _, slope, offset = runs[0]
-        if slope == -1:
-            return sc.sub(offset, RANK)
         return sc.add(sc.mul(RANK, slope), offset)
     half = len(runs) // 2
     return sc.where(sc.lt(RANK, runs[half][0]), _select(runs[:half]), _select(runs[half:]))

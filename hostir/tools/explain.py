@@ -29,7 +29,14 @@ from hostir.analysis.sliced_inputs import sliced_inputs
 from hostir.cost.report import CommunicationCost, Prediction, ms, size_text
 from hostir.ir.diagnostics import line_numbers
 from hostir.ir.effects import Shows
-from hostir.ir.ops import HostOp, LaunchKernel, LocalSlice, P2PCommunication
+from hostir.ir.ops import (
+    EndCoalescing,
+    HostOp,
+    LaunchKernel,
+    LocalSlice,
+    P2PCommunication,
+    StartCoalescing,
+)
 from hostir.ir.program import HostIrContainer
 from multidevice.sharding.placement import SPREAD_TYPES, placement
 from multidevice.sharding.queries import partial_sum_axes, sharded_logical_axis
@@ -83,8 +90,8 @@ class _Why:
     tensors: dict[int, TensorView] = field(default_factory=dict[int, TensorView])
     # The number of a slice or view -> the tensor of which it is a part.
     shown: dict[int, TensorView] = field(default_factory=dict[int, TensorView])
-    sends: list[P2PCommunication] = field(default_factory=list["P2PCommunication"])
-    receives: list[P2PCommunication] = field(default_factory=list["P2PCommunication"])
+    # The transfers of each group that has sends and receives, and last all other transfers.
+    groups: list[list[P2PCommunication]] = field(default_factory=list["list[P2PCommunication]"])
     # The costs of communications by their line, those of the rank that sends most.
     costs: dict[int, CommunicationCost] = field(default_factory=dict[int, CommunicationCost])
     lines: dict[int, int] = field(default_factory=dict[int, int])
@@ -93,12 +100,22 @@ class _Why:
         for row in self.program.values.origins:
             self.rows.setdefault(row.tensor, []).append(row)
         self.tensors = {tv.number: tv for tv in self.program.tensors()}
+        alone: list[P2PCommunication] = []
+        current = alone
         for op in walk(self.program.ops):
             for effect in op.effects() if isinstance(op, HostOp) else ():
                 if isinstance(effect, Shows) and effect.out.number not in self.rows:
                     self.shown[effect.out.number] = effect.source
             if isinstance(op, P2PCommunication):
-                (self.sends if op.type == "send" else self.receives).append(op)
+                current.append(op)
+            elif isinstance(op, StartCoalescing):
+                current = []
+            elif isinstance(op, EndCoalescing):
+                has_both = {t.type for t in current} == {"send", "recv"}
+                self.groups += [current] if has_both else []
+                alone += [] if has_both else current
+                current = alone
+        self.groups.append(alone)
         if self.prediction is not None:
             self.lines = line_numbers(self.program)
             costs = [c for one in self.prediction.classes for c in one.communications]
@@ -369,22 +386,39 @@ class _Why:
         """Returns (operand, result) of an op that changes how a tensor is sharded. Returns None for
         any other op.
 
-        The compiler makes sends and receives in pairs, in the same order. For a pair, the operand
-        is the buffer of the send, and the result is the buffer of the receive. If the numbers of
-        sends and receives differ, operand and result are both the buffer of `op`.
+        The operand of a send or receive is the buffer of a send, and the result is the buffer of a
+        receive. If the op has no partner, both are the buffer of `op`.
         """
         if isinstance(op, P2PCommunication):
-            if len(self.sends) != len(self.receives):
-                return op.buffer, op.buffer
-            pairs = zip(self.sends, self.receives, strict=True)
-            return next((s.buffer, r.buffer) for s, r in pairs if op in (s, r))
+            return self.partners(op) or (op.buffer, op.buffer)
         return op.moved if isinstance(op, HostOp) else None
+
+    def halves(self, op: P2PCommunication) -> tuple[list[P2PCommunication], list[P2PCommunication]]:
+        """Returns the sends and the receives in the group of transfers of `op`."""
+        group = next(group for group in self.groups if op in group)
+        return [t for t in group if t.type == "send"], [t for t in group if t.type == "recv"]
+
+    def partners(self, op: P2PCommunication) -> tuple[TensorView, TensorView] | None:
+        """Returns (buffer of a send, buffer of its receive), of which one is the buffer of `op`.
+
+        The compiler makes sends and receives in the same order. All transfers of a group move parts
+        of one tensor into parts of another, also if one side has more transfers than the other.
+        Returns None if there is no partner, or if the numbers of transfers outside of groups
+        differ.
+        """
+        sends, receives = self.halves(op)
+        is_alone = op in self.groups[-1]
+        if not sends or not receives or (is_alone and len(sends) != len(receives)):
+            return None
+        k = (sends if op.type == "send" else receives).index(op)
+        return sends[min(k, len(sends) - 1)].buffer, receives[min(k, len(receives) - 1)].buffer
 
     def communication(self, op: Op, inp: TensorView, out: TensorView) -> str:
         """Returns the line of explanation for the communication `op` from `inp` to `out`, with the
         reason why the communication is necessary."""
-        if isinstance(op, P2PCommunication) and len(self.sends) != len(self.receives):
-            counts = f"{len(self.sends)} sends and {len(self.receives)} receives"
+        if isinstance(op, P2PCommunication) and self.partners(op) is None:
+            sends, receives = self.halves(op)
+            counts = f"{len(sends)} sends and {len(receives)} receives"
             return f"{_title(op)} of T{out.number}): it has no partner; the program has {counts}"
         head = f"{_title(op)} of T{inp.number} -> T{out.number})"
         row = next((r for r in self.rows.get(out.number, []) if r.what == "placement"), None)
@@ -455,7 +489,9 @@ class _Why:
 
     def change(self, inp: TensorView, out: TensorView) -> str:
         """Returns a text about the sharding that `out` has and `inp` has not, such as `whole along
-        axis 0`."""
+        axis 0`. If the tensors are on different meshes, the text names the mesh of `out`."""
+        if inp.mesh != out.mesh:
+            return f"{self.placement(out)} on {out.mesh}"
         before, after = self.cuts(inp), self.cuts(out)
         has_steps = any(p.is_stream for p in after) and not any(p.is_stream for p in before)
         before, after = ({p: a for p, a in c.items() if p.is_device} for c in (before, after))

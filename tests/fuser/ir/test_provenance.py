@@ -64,21 +64,13 @@ def no_mesh(fd: FusionDefinition) -> None:
     y.set_device_mesh(FIRST)
 
 
-def disjoint_broadcast(fd: FusionDefinition) -> None:
+def steps_between_meshes(fd: FusionDefinition) -> None:
     x = fd.define_tensor([-1, 4], contiguity=True)
-    y = fd.ops.exp(x)  # disjoint_broadcast
+    y = fd.ops.set(x)  # steps_between_meshes
     fd.add_output(y)
     x.set_device_mesh(FIRST)
     y.set_device_mesh(SECOND)
-
-
-def disjoint_scatter(fd: FusionDefinition) -> None:
-    x = fd.define_tensor([-1, 4], contiguity=True)
-    y = fd.ops.exp(x)  # disjoint_scatter
-    fd.add_output(y)
-    x.set_device_mesh(FIRST)
-    y.set_device_mesh(SECOND)
-    cut(y).parallelize(X)
+    y.axis(1).parallelize(ParallelType.stream)
 
 
 def device_inside_of_a_serial_axis(fd: FusionDefinition) -> None:
@@ -158,8 +150,11 @@ def indivisible_rows_of_an_exchange(fd: FusionDefinition) -> None:
         (indivisible_sum, ShardingError, "extent 7 .* is not divisible by the 2 devices"),
         (too_many_ranks, ShardingError, "names rank 9, but the job has 4 ranks"),
         (no_mesh, ShardingError, "has no mesh: call set_device_mesh"),
-        (disjoint_broadcast, UnsupportedError, r"Broadcast of input 0 \(T0_g_float\)"),
-        (disjoint_scatter, UnsupportedError, r"Scatter of input 0 \(T0_g_float\)"),
+        (
+            steps_between_meshes,
+            UnsupportedError,
+            r"set of input 0 \(T0_g_float\) from DeviceMesh\{0 1\} to DeviceMesh\{2 3\}: the steps",
+        ),
         (
             device_inside_of_a_serial_axis,
             UnsupportedError,

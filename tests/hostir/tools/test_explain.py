@@ -548,6 +548,20 @@ def test_an_exchange_of_parts_of_a_sum_leads_to_both_annotations() -> None:
     )
 
 
+def test_more_receives_than_sends_have_partners() -> None:
+    def define() -> None:
+        x = tensor(8, 4, mesh=[0, 1], cut=0)
+        y: Any = ops.set(x)  # handover
+        out(y)
+        y.set_device_mesh(DeviceMesh([2]))
+
+    program = build(Case(define, ((8, 4),), 3))
+    reason = f"because the user's copy at {at('handover')} makes T3 whole on DeviceMesh{{2}}"
+    kinds = ("0 (send", "1 (recv", "2 (recv")
+    found = [f"P2PCommunication {kind} of T2 -> T3): {reason}" for kind in kinds]
+    assert explain(program, "all") == found
+
+
 # ------------------------------------------------------------------ command and text
 def test_the_command(
     program: HostIrContainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
