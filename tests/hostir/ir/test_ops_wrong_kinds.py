@@ -62,7 +62,7 @@ CALLS: list[tuple[Call, type[FuserError], str]] = [
         "predicate: .*one answer per element: compare scalars",
     ),
     (lambda p, x: entered(p.branch(x == 1)), ArgumentError, "predicate: .*compare scalars"),
-    (lambda p, x: Stream(-1), DefinitionError, "a stream is at least 0, got -1"),  # pyright: ignore[reportArgumentType]
+    (lambda p, x: Stream(-1), DefinitionError, "must be at least 0, got -1"),  # pyright: ignore[reportArgumentType]
     (lambda p, x: TeamOf(1, 2), ArgumentError, "mesh: expected a DeviceMesh, got 1"),  # pyright: ignore[reportArgumentType]
     (
         lambda p, x: TeamOf(MESH, ParallelType.mesh_x),  # pyright: ignore[reportArgumentType]
