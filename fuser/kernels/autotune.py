@@ -197,8 +197,8 @@ class Tuning:
         """Returns pairs (name, number of bits of the value) for the sizes among `symbols` that have
         a value. They identify sizes of one order of magnitude.
 
-        The names are those of a fusion whose symbols are numbered in order, so that fusions that
-        differ only in names get equal results.
+        In the names, the symbols are numbered in the order of the fusion. Fusions that differ only
+        in names therefore get equal results.
         """
         sized = {s for s in symbols if s in values}
         named = ((f"{s.name[0]}{k}", s) for k, s in enumerate(self._form.symbols) if s in sized)
@@ -791,9 +791,9 @@ class TunedExecutor(FusedKernelExecutor):
         extent is 0.
 
         If the parameters for these inputs are not known yet, this call times kernels. Nothing is
-        timed if `device` is passed, or during the capture of a CUDA graph. The version with the
-        parameters of the heuristic, which does not measure, is returned if the parameters are not
-        known, or if the fastest version does not accept these tensors.
+        timed if `device` is passed, or during the capture of a CUDA graph. The result has the
+        parameters of the heuristic, which does not measure, in two cases: the parameters are not
+        known, or the fastest version does not accept these tensors.
         """
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))

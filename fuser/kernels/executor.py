@@ -330,10 +330,10 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo,
     ) -> Record | None:
-        """Returns the version of the kernel and the launch for these tensors, and caches them for
-        later calls of `run` with tensors of these shapes, strides and alignments.
+        """Returns the version of the kernel and the launch for these tensors, and caches both.
 
-        Returns None if an extent is 0.
+        Later calls of `run` with tensors of these shapes, strides and alignments use them. Returns
+        None if an extent is 0.
         """
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))

@@ -477,9 +477,10 @@ class KernelExtents:
     def values(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> Mapping[Symbol, Number]:
-        """Returns the values of all symbols of the fusion, determined from the shapes of inputs and
-        outputs, from the scalar inputs, and from `sizes`, which are values that the caller already
-        knows.
+        """Returns the values of all symbols of the fusion.
+
+        They are determined from the shapes of inputs and outputs, from the scalar inputs, and from
+        `sizes`: values that the caller already knows.
         """
         return self._binder.bind([*inputs, *outputs], sizes)
 
@@ -620,8 +621,8 @@ def span(t: torch.Tensor) -> int:
 
 
 def alignment(t: torch.Tensor | StridedLayout, layout: Layout) -> int:
-    """Returns the largest power of two, at most 16, that divides the tensor's address and its
-    strides in bytes, so that vectors can be loaded from every row.
+    """Returns the alignment of a tensor in bytes: the largest power of two, at most 16, that
+    divides its address and its strides. Vectors of this size can then be loaded from every row.
 
     Axes that are contiguous in `layout` are left out, because their strides follow from the others.
     """

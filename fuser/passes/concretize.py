@@ -136,8 +136,8 @@ def concretization_key(fusion: Fusion, sizes: Mapping[Symbol, int]) -> Hashable:
 
 
 class KeyOfSizes:
-    """A function of input sizes that returns a key of everything that `concretize` decides by them,
-    such as which axes a reshape merges. The fusion is analysed only once.
+    """A function from input sizes to a key. The key has everything that `concretize` decides by
+    these sizes, such as which axes a reshape merges. The fusion is analysed only once.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -312,8 +312,8 @@ def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> 
 
 
 def _room(op: SliceOp) -> Iterator[Scalar]:
-    """Yields, for each axis, how far the start of a slice is behind the first element, and how far
-    its end is before the end of the axis.
+    """Yields two distances for each axis: from the first element to the start of a slice, and from
+    the end of the slice to the end of the axis.
 
     A negative distance means that the slice exceeds the axis, which is an error once sizes are
     known. Distances that are provably not negative are omitted.
@@ -486,8 +486,8 @@ def refined_sizes(sizes: Mapping[Symbol, int]) -> dict[Symbol, int]:
 
 
 def refine_extents(fusion: Fusion) -> None:
-    """Replaces the symbol of each extent by one that is at least 1, in place, so that a kernel can
-    be compiled for all sizes that are not 0.
+    """Replaces the symbol of each extent by one that is at least 1, in place. A kernel can then be
+    compiled for all sizes that are not 0.
 
     `concretize` has not been called: nothing in `fusion` has been decided by input sizes. Axes of
     slices and pads that may have size 1 become ordinary axes, not broadcasts, because the kernel
@@ -597,8 +597,8 @@ def _is_empty(axis: IterDomain, values: Values) -> bool:
 
 
 def _filled(fusion: Fusion, op: TensorOp, values: Values) -> list[TensorOp]:
-    """Returns the ops that replace `op` if its result has no elements, or if `op` reduces no
-    elements: usually `full` ops with the values of the results.
+    """Returns the ops that replace `op` if there is nothing to compute from: its result has no
+    elements, or it reduces no elements. They are usually `full` ops with the values of the results.
 
     In all other cases, returns `op` itself.
     """

@@ -47,10 +47,10 @@ def look_up_first(fusion: Fusion) -> None:
         T3 = takeAlongAxis(T2, T5, dim = 1)   ->   T3 = sub(T4, T1)
 
     Before: any fusion. After: no lookup can be moved any further. A lookup is moved if nothing else
-    reads its table, and if a cast, sum, difference, product or negation computes the table from one
-    floating-point operand with the looked-up axis; other operands are constant along this axis.
-    These ops cost less than the memory traffic that they save, even if elements are looked up
-    repeatedly. NaN stays NaN.
+    reads its table, and if the table is the result of a cast, sum, difference, product or negation.
+    Only one operand of that op, of a floating-point dtype, may have the looked-up axis; the others
+    are constant along this axis. These ops cost less than the memory traffic that they save, even
+    if elements are looked up repeatedly. NaN stays NaN.
     """
     is_done = False
     while not is_done:
@@ -180,8 +180,10 @@ def _read_by_reductions(fusion: Fusion) -> set[TensorView]:
 
 
 def _computed(fusion: Fusion, op: ReshapeOp) -> TensorOp | None:
-    """Returns the elementwise op that computes the operand of the reshape `op`, if the two can be
-    exchanged so that the reshape becomes a view of an input. Otherwise, returns None.
+    """Returns the elementwise op that computes the operand of the reshape `op`.
+
+    Returns None unless the two ops can be exchanged, and the reshape then becomes a view of an
+    input.
     """
     tv = op.inp
     if any(t.mesh_is_user_set or t.cut_lines or t.domain.allocation for t in (tv, op.out)):

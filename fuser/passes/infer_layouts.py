@@ -5,9 +5,9 @@
 Before: inputs, tensors with a declared layout and communicated tensors have a memory order.
 
 After: every other tensor has the memory order of an operand, without gaps. It is stored as the
-tensor's allocation domain (its axes in the order in which memory is laid out), which stays empty if
-this is the order of the axes that the user sees. The order is a hint: no op relies on it, and
-declared layouts stay. An output that is a view of an input has the strides of that view, gaps
+tensor's allocation domain: its axes in the order in which memory is laid out. The domain stays
+empty if this is the order of the axes that the user sees. The order is a hint: no op relies on it,
+and declared layouts stay. An output that is a view of an input has the strides of that view, gaps
 included.
 
 - An op follows the operand with most axes in memory, or the first such operand. Other operands only

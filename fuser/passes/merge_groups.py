@@ -161,8 +161,8 @@ class Merger:
         `kind` says which groups are merged:
 
         - "reduction", "pointwise": both groups have this kind and the same size.
-        - None: one group reads a result of a reduction group, or is pointwise and reads only
-          tensors that a kernel along rows (one that keeps whole rows on the chip) reads.
+        - None: one group reads a result of a reduction group. Or it is pointwise, and a kernel
+          along rows (one that keeps whole rows on the chip) reads all tensors that it reads.
         - "tail": one group reads only results of the other group's reductions.
         - "rows": one group sums over the rows along which the other group's kernel works.
         - "whole": one group writes tensors as large as the operand that the other group reduces.
@@ -212,9 +212,8 @@ class Merger:
         return kind != "pointwise" or self._pays(fusions[:-1], fusions[-1])
 
     def _joins_a_sum(self, place: int, part: SegmentGroup) -> bool:
-        """Returns whether `part`, one of the kernels that were merged into the kernel with key
-        `place`, is pointwise and could instead be merged into the kernel of another sum. That would
-        be faster.
+        """Returns whether the kernel `part` should not be merged into the kernel with key `place`:
+        it is pointwise, and could be merged into the kernel of another sum, which is faster.
 
         An example is the gradient of a norm's input. The kernel that sums each row could compute
         it, or the kernel that computes the gradient of the weight. Measured on an H200, for a layer
@@ -303,8 +302,8 @@ class Merger:
         return any(("pointwise", self._size(t)) == spaces[0] for t in both)
 
     def _comes_along(self, rows: int, place: int) -> bool:
-        """Returns whether a pointwise kernel reads only tensors that a kernel along rows reads, so
-        that it can be merged into that kernel without any further loads.
+        """Returns whether a kernel along rows reads all tensors that a pointwise kernel reads. The
+        pointwise kernel can then be merged into that kernel without any further loads.
 
         `rows` is the key of the kernel along rows, which keeps whole rows on the chip. `place` is
         the key of the pointwise kernel.

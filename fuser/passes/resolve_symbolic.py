@@ -280,9 +280,9 @@ def _with_broadcasts(
     """Returns ops that turn the axes of size 1 of an expand's operand into broadcast axes, and
     their result, which is the new operand.
 
-    An expand can repeat only broadcast axes. The ops are a reshape that merges all axes, and a
-    reshape that splits the merged axis again, whose result has broadcast axes where the size is 1.
-    Returns no ops if no axis with size 1 is expanded.
+    An expand can repeat only broadcast axes. The ops are two reshapes: the first merges all axes,
+    and the second splits the merged axis again. The result of the second has broadcast axes where
+    the size is 1. Returns no ops if no axis with size 1 is expanded.
     """
     inp, sizes = op.inp, [a.size for a in op.inp.domain.no_reductions]
     spread = (_size(a.size, values) == 1 != _size(size, values) for a, size in _open_axes(op))

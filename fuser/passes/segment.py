@@ -762,8 +762,8 @@ def row_parts(op: TensorOp) -> RowParts | None:
 def may_come_in_parts(total: TensorView) -> bool:
     """Returns whether the reduction that computes `total` can be split into partial sums.
 
-    Returns False if the op has further results, or if `total` has a declared memory order, an axis
-    that is split over devices, or loops that are scheduled already.
+    Returns False if the op has further results. Also returns False if `total` has a declared memory
+    order, an axis that is split over devices, or loops that are scheduled already.
     """
     op, domain = total.definition(), total.domain
     is_plain = domain.loop_numbers == domain.logical_numbers and not domain.allocation
@@ -772,8 +772,8 @@ def may_come_in_parts(total: TensorView) -> bool:
 
 
 def split_rows(total: TensorView, count: int) -> TensorView:
-    """Replaces the reduction that computes `total` by one that computes `count` partial sums and
-    one that adds them up, and returns the partial sums.
+    """Replaces the reduction that computes `total` by two: the first computes `count` partial sums,
+    and the second adds them up. Returns the partial sums.
     """
     axes = [k for k, a in enumerate(total.domain.loop) if a.is_reduction()]
     first = axes[0]

@@ -1,7 +1,8 @@
 """Views: ops whose result shares the memory of the operand, and the strides of such results.
 
-Strides are expressions of the tensors' sizes. If such an expression shows that a view is possible,
-it is possible for all sizes for which the program is compiled, and torch creates it without a copy.
+Strides are expressions of the tensors' sizes. A view that is possible according to these
+expressions is possible for all sizes for which the program is compiled. torch then creates it
+without a copy.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ class Users:
         """Registers this thread as one that runs programs, as soon as no CUDA graph is being
         captured, and sets the thread-local flag `here.is_known`.
 
-        A thread that Python did not start, for example a thread in which torch computes gradients,
-        only gets the flag, because Python's list of threads may not contain it.
+        A thread that Python did not start only gets the flag, because Python's list of threads may
+        not contain it. An example is a thread in which torch computes gradients.
         """
         with self._lock:
             mine = threading.get_ident()
@@ -246,8 +246,8 @@ class CudaGraph:
         self.raw = address_of(self._launch), address_of(self._set_params), handle
 
     def raw_node(self, node: object, call: LaunchCall) -> tuple[int, int]:
-        """Sets the parameters of the captured kernel `node` to the arguments of `call`, and returns
-        the addresses of the node and of the parameters, for callers in C.
+        """Sets the parameters of the captured kernel `node` to the arguments of `call`. Returns the
+        addresses of the node and of the parameters, for callers in C.
         """
         assert isinstance(node, _KernelNode)
         node.params.arguments = call.packed

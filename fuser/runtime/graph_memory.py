@@ -59,8 +59,8 @@ def relaxed(library: Any) -> Generator[None]:
 
 @dataclass(frozen=True)
 class _Memory:
-    """A buffer that CUDA graphs may use, and the address of a semaphore, which the driver posts
-    when a graph no longer uses the buffer.
+    """A buffer that CUDA graphs may use, and the address of a semaphore. The driver posts the
+    semaphore when a graph no longer uses the buffer.
     """
 
     data: torch.Tensor

@@ -123,8 +123,8 @@ class BoundLaunch:
     def number_writers(
         self, kernel: CompiledKernel
     ) -> list[tuple[Callable[..., None], int, Callable[[Sequence[Number]], Number]]]:
-        """Returns a triple for each parameter that depends on the scalar inputs of a call, so that
-        a caller can replace its value in a packed launch:
+        """Returns what a caller needs to replace the values of parameters in a packed launch. Each
+        parameter that depends on the scalar inputs of a call has a triple:
 
         - a function that packs a value into the words of a `LaunchCall`;
         - the position of the parameter in the words, in bytes;

@@ -610,11 +610,11 @@ def _ring(
     batch: Callable[..., Work],
     count: int = 1,
 ) -> Callable[[], None]:
-    """Returns a function for timing. In a call of the function, every rank sends `inp` to the next
-    rank and receives `out` from the previous rank, `count` times, and waits for the end of the
-    transfers.
+    """Returns a function for timing, which makes transfers along a ring of all ranks.
 
-    `batch` is the method of a communication backend that starts a list of transfers together.
+    In a call of the function, every rank sends `inp` to the next rank and receives `out` from the
+    previous rank, `count` times. The call ends when the transfers have ended. `batch` is the method
+    of a communication backend that starts a list of transfers together.
     """
     rank, n = bench.communicator.rank(), len(bench.team)
     both = [

@@ -321,8 +321,8 @@ def collective_cost(
     - `row`: the type of the collective; `members`: the number of ranks in the team.
     - `nbytes`: the bytes of a rank's input or output, whichever is larger.
     - `backend`: the communication library; `reduce`: the reduction.
-    - `staged`: if ranks copy out of each other's memory, the bytes that are first copied into
-      memory that other ranks can map.
+    - `staged`: for collectives in which ranks copy out of each other's memory, the bytes in memory
+      that other ranks cannot map. They are first copied into memory that others can map.
     """
     moved = nbytes * row.bus(members)
     if row is ALLREDUCE:
@@ -341,8 +341,8 @@ def collective_cost(
 def allreduce_kernel_cost(
     members: int, nbytes: int, backend: str, machine: Machine, dtype: DataType, reduce: RedOp
 ) -> Cost | None:
-    """Returns the cost of an allreduce of `nbytes` that this project carries out as one kernel on
-    each of `members` GPUs of one host, without a communication library.
+    """Returns the cost of an allreduce of `nbytes` among `members` GPUs of one host. The allreduce
+    runs as one kernel of this project on each GPU, without a communication library.
 
     Returns None if there is no such kernel for these arguments. The library `backend` then does the
     allreduce.

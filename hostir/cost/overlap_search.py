@@ -166,9 +166,9 @@ def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) 
 
 @dataclass(frozen=True)
 class NoOverlap:
-    """The replacement for `Overlaps` (which divides matmuls and communications into steps that
-    overlap) for programs in which nothing may be divided. `why` is the reason, such as ranks on
-    several hosts.
+    """The replacement for `Overlaps` in programs in which nothing may be divided into steps.
+    `Overlaps` divides matmuls and communications into steps that overlap. `why` is the reason, such
+    as ranks on several hosts.
     """
 
     why: str
@@ -207,9 +207,9 @@ class NoOverlap:
 
 
 class Overlaps:
-    """Decides for one fusion which pairs, a matmul and the communication next to it, are divided
-    into steps, so that the communication of one step runs during the matmul of another. There is
-    one decision for each combination of input sizes.
+    """Decides for one fusion which pairs are divided into steps. A pair is a matmul and the
+    communication next to it. With steps, the communication of one step runs during the matmul of
+    another. There is one decision for each combination of input sizes.
 
     - `backend`: the library of all communications outside of steps.
     - `transports`: the libraries that transfers in steps may use. The first is used unless another
@@ -455,7 +455,7 @@ class Overlaps:
 
     def _plan(self, times: Sequence[_Times], transport: str) -> list[Decision]:
         """Decides for each pair (a matmul and the communication next to it) whether and how it is
-        divided into steps, if all transfers between ranks in steps use the library `transport`.
+        divided into steps. The library of all transfers between ranks in steps is `transport`.
 
         `times` has the candidates of each pair with their predicted times.
         """
@@ -555,9 +555,9 @@ class _Unit:
     def times(
         self, values: Values, machine: Machine, transports: Sequence[str], margin: float
     ) -> _Times:
-        """Predicts the time of the pair (a matmul and the communication next to it) without steps,
-        and for each way to divide the pair into steps, with each library in `transports`. `values`
-        maps the symbols of extents to numbers.
+        """Predicts the time of the pair (a matmul and the communication next to it): without steps,
+        and for each way to divide it into steps with each library in `transports`. `values` maps
+        the symbols of extents to numbers.
 
         If steps cannot save the fraction `margin` of the time, nothing is predicted, and the result
         has the reason.

@@ -311,8 +311,9 @@ def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: 
 
 @dataclass
 class _Shared:
-    """The pieces of work of all classes of ranks (ranks that take the same time), in the order of
-    creation, and the tables that the builders (`_ScheduleBuilder`) of all classes share.
+    """The pieces of work of all classes of ranks, in the order of creation, and the tables that the
+    builders (`_ScheduleBuilder`) of all classes share. A class consists of ranks that take the same
+    time.
 
     - `classes`: the class number of each rank.
     - `by_key`: the communications so far. All classes that take part compute the same key, so only

@@ -276,8 +276,9 @@ class Control(ABC):
             forget(key)
 
     def mend(self, team: Team) -> None:
-        """Drops the transport resources (such as communicators) of a team and of its subsets after
-        a failed call, because the call may have left messages in these resources.
+        """Drops the transport resources (such as communicators) of a team and of its subsets.
+
+        Called after a failed call of the team, which may have left messages in these resources.
         """
         for give_up in self.on_mended:
             give_up(team)

@@ -79,9 +79,9 @@ class BlockedRank:
 class Deadlock:
     """A set of waiting ranks whose waits cannot end, because the ranks wait for each other.
 
-    All these ranks raise an error. They count the calls for which they waited as entered, so that
-    the numbers of later calls match on all ranks. A rank that enters one of these calls later also
-    raises the error, because the other ranks have left the call.
+    All these ranks raise an error. The calls for which they waited count as entered on these ranks,
+    so that the numbers of later calls match on all ranks. A rank that enters one of these calls
+    later also raises the error, because the other ranks have left the call.
     """
 
     waits: tuple[BlockedRank, ...]

@@ -277,7 +277,7 @@ def start_monitor(wait_graph: WaitForGraph) -> None:
 
     Only the rank that created the wait-for graph starts the process. No process is started if the
     launcher is not MPICH's, or if the system has no pidfds. The process is started through a shell,
-    so that it is not a child of this rank, whose program may wait for all its children.
+    so that it is no child of this rank: the user's program may wait for all its children.
     """
     if wait_graph.file < 0:
         return

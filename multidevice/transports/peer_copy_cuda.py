@@ -251,13 +251,13 @@ class CudaPeerBackend(PeerBackend):
         return self._shards
 
     def _told(self) -> Callable[[], bool]:
-        """Returns a function that returns True once other ranks have mapped all memory that this
-        rank has announced to them so far.
+        """Returns a function for the announcements that this rank has made so far. The function
+        returns True once other ranks have mapped the memory of all of them.
 
         This rank announces the memory of the data before each transfer. The other rank maps the
         memory, then answers; only after the answer may this rank free the memory. That this rank's
         host has continued proves nothing, because not the host but a CUDA stream waits for the
-        other rank. Announcements after this call are ignored.
+        other rank.
         """
         open_ones = {mailbox: mailbox.unanswered() for mailbox in self._mailboxes.values()}
 

@@ -96,9 +96,9 @@ class Hooks:
 
     - `is_idle`: waits until the GPU has done all its work; returns False if that is impossible now.
     - `drop_graphs`: drops all CUDA graphs, which may keep memory alive.
-    - `told`: called when memory has no users. Returns a function, which returns True once the other
-      ranks have mapped all memory that this rank had announced to them before the call. Only then
-      may the memory be withdrawn, because a rank may still have to map it.
+    - `told`: called when memory has no users. Returns a function that returns True when the memory
+      may be withdrawn: when the other ranks have mapped all memory that this rank announced to them
+      before the call of `told`.
     """
 
     is_idle: Callable[[], bool] = field(default=lambda: False)

@@ -163,10 +163,11 @@ class GpuShards:
             return self._cuda.call("cuMemCreate", size, self._properties(), 0)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[Name, int] | None:
-        """Returns the name by which other processes map this rank's shard (the part of a tensor
-        that one rank stores), and the offset of `tensor` in the shard.
+        """Returns the name by which other processes map the shard that contains `tensor`, and the
+        offset of `tensor` in the shard.
 
-        The offset is in bytes. Returns None if the tensor is not in a shard of this process.
+        A shard is the part of a tensor that one rank stores. The offset is in bytes. Returns None
+        if the tensor is not in a shard of this process.
         """
         begin = tensor.untyped_storage().data_ptr()
         shard = self._shards.get(begin)

@@ -138,8 +138,8 @@ class SharedMemory:
         system.
 
         Does nothing if `release` was not called since the previous `tidy`. Data that another rank
-        has not copied yet still counts as used. Memory that another process has mapped exists until
-        that process, too, finds that the file was closed, and unmaps the memory.
+        has not copied yet still counts as used. If another process has mapped the memory, the
+        memory exists longer: until that process finds that the file was closed, and unmaps it, too.
         """
         if not self._is_untidy:
             return
