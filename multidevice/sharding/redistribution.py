@@ -160,6 +160,29 @@ def _arrivals(
     yield from found
 
 
+def step_cost(source: SumStage, target: SumStage, copied: Collection[int] = ()) -> PlanCost | None:
+    """Returns the cost of the one communication or local slice that makes `target` of `source`.
+
+    Returns None if it takes several. `copied` is as in `plan_steps`.
+    """
+    for cost, after in _changes(source, source.placement, target.placement, frozenset(copied)):
+        if _key(after) == _key(target):
+            return cost
+    return None
+
+
+def cheapest_detour(
+    source: SumStage, target: Placement, copied: Collection[int] = ()
+) -> tuple[PlanCost, tuple[SumStage, ...]] | None:
+    """Returns the cost and the stages of the cheapest sequence from `source` to `target` that has
+    more than one step; the stages exclude both ends.
+
+    Returns None if no sequence has several steps. `copied` is as in `plan_steps`.
+    """
+    direct = _key(source), _key(SumStage(target))
+    return _search(source, target, frozenset(copied), barred=direct)
+
+
 def moved_axes_of(source: Placement, target: Placement) -> tuple[int, int] | None:
     """Returns (axis before, axis after) if `target` is `source` with one division moved: an
     all-to-all.
@@ -190,28 +213,50 @@ def _cheapest(
     """Returns the cost and the intermediate stages of the cheapest sequence (Dijkstra's
     algorithm).
     """
-    order, goal = count(), (_blocks(target), ())
+    found = _search(source, target, copied)
+    assert found is not None, (
+        f"internal error: no sequence of communications leads from {source} to {target}. Please "
+        "report this definition"
+    )
+    return found
+
+
+def _search(
+    source: SumStage,
+    target: Placement,
+    copied: frozenset[int],
+    *,
+    barred: tuple[object, object] | None = None,
+) -> tuple[PlanCost, tuple[SumStage, ...]] | None:
+    """Returns the cost and the intermediate stages of the cheapest sequence without the step
+    `barred`, a pair of keys of stages. Returns None if there is no such sequence.
+    """
+    order, goal = count(), _key(SumStage(target))
     queue: list[tuple[PlanCost, int, SumStage, tuple[SumStage, ...]]] = [
         (PlanCost(), 0, source, ())
     ]
     done: set[object] = set()
     while queue:
         cost, _, at, passed = heapq.heappop(queue)
-        key = _blocks(at.placement), at.parts
+        key = _key(at)
         if key == goal:
             return cost, passed[1:]
         if key in done:
             continue
         done.add(key)
         for step, after in _changes(at, source.placement, target, copied):
+            if (key, _key(after)) == barred:
+                continue
             # The last tensor must exist in any case, so holding it costs nothing.
-            is_last = (_blocks(after.placement), after.parts) == goal
+            is_last = _key(after) == goal
             held = PlanCost(held=Fraction(0) if is_last else _share(after.placement, copied))
             heapq.heappush(queue, (cost + step + held, next(order), after, (*passed, at)))
-    raise AssertionError(
-        f"internal error: no sequence of communications leads from {source} to {target}. Please "
-        "report this definition"
-    )
+    return None
+
+
+def _key(stage: SumStage) -> object:
+    """Returns a value that is equal for stages in which all devices have equal data."""
+    return _blocks(stage.placement), stage.parts
 
 
 def _share(placement: Placement, copied: frozenset[int]) -> Fraction:
