@@ -6,5 +6,6 @@ Files, in reading order:
 
 - `cli`: the commands; also compares two programs.
 - `run_text`: runs a program's text on simulated or real ranks.
+- `alternatives`: the cheapest other communications that make the same change of placement.
 - `explain`: explains why a tensor is sharded, and which op made a communication necessary.
 """

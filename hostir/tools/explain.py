@@ -10,7 +10,8 @@ communication necessary. Two lines of output, for example:
     0, and T7 is cut by mesh_x on axis 0 (annotated by the user at mlp.py:9)
 
 With a prediction, more lines follow for each communication: its placements before and after, the
-user's annotations from which they came, the bytes that a rank sends and the time.
+user's annotations from which they came, the bytes that a rank sends and the time, and the cheapest
+other sequence of steps.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hostir.cost.report import CommunicationCost, Prediction, ms, size_text
 from hostir.ir.diagnostics import line_numbers
 from hostir.ir.effects import Shows
 from hostir.ir.ops import (
+    Communication,
     EndCoalescing,
     HostOp,
     LaunchKernel,
@@ -38,6 +40,7 @@ from hostir.ir.ops import (
     StartCoalescing,
 )
 from hostir.ir.program import HostIrContainer
+from hostir.tools.alternatives import alternative_words
 from multidevice.sharding.placement import SPREAD_TYPES, placement
 from multidevice.sharding.queries import partial_sum_axes, sharded_logical_axis
 
@@ -303,11 +306,11 @@ class _Why:
         """Returns the indented lines about a communication from `inp` to `out`: its placements, the
         user's annotations and the cost.
         """
-        lines = self.annotations(inp, out)
         texts = {
             "placement": change_words(op, *self.as_written(inp, out)),
-            "annotated": ", ".join(lines),
+            "annotated": ", ".join(self.annotations(inp, out)),
             "cost": self.cost(op),
+            "instead": self.instead(op, inp, out),
         }
         return [f"  {name}: {text}" for name, text in texts.items() if text]
 
@@ -365,6 +368,18 @@ class _Why:
             return inp, out
         shapes = [[tv.fusion.canonical(x) for x in tv.shape()] for tv in (source, result)]
         return (source, result) if shapes[0] == shapes[1] else (inp, out)
+
+    def instead(self, op: Op, inp: TensorView, out: TensorView) -> str:
+        """Returns a text about the cheapest other sequence of steps that makes the same change as
+        the collective `op`. Returns "" for sends, and for a part of a tensor inside a loop.
+        """
+        cost = self.costs.get(self.lines[id(op)])
+        if cost is None or not isinstance(op, Communication):
+            return ""
+        try:
+            return alternative_words(*self.as_written(inp, out), cost.sent_nbytes)
+        except UnsupportedError:
+            return ""
 
     def cost(self, op: Op) -> str:
         """Returns a text about the bytes that a rank sends in the communication `op`, and about its

@@ -327,11 +327,13 @@ def test_each_communication_has_its_placements_annotations_and_cost(
         "placement": "axis 0 split over mesh_x -> replicated",
         "annotated": at("cut of x"),
         "cost": "24.000 kB from each rank, among 2 ranks along mesh_x; 240.0 us alone on plain",
+        "instead": "no other sequence of steps makes this change",
     }
     assert scatter == {
         "placement": "partial sums over mesh_x -> axis 0 split over mesh_x",
         "annotated": f"{at('cut of w2')}, {at('cut of y')}",
         "cost": "24.000 kB from each rank, among 2 ranks along mesh_x; 240.0 us alone on plain",
+        "instead": "Allreduce + LocalSlice, 48.000 kB from each rank, 2.0 times as much",
     }
 
 
@@ -377,6 +379,49 @@ def test_axes_are_those_of_the_users_tensors() -> None:
     assert found[0]["annotated"] == f"{at('both axes')}, {at('rows alone')}"
     for one in found[1:]:
         assert at("rows alone") in one["annotated"] and at("nothing") in one["annotated"]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        ([Shard(0)], [Shard(1)], "Allgather + LocalSlice, 3.072 kB from each rank, 4.0 times"),
+        ([Shard(0)], [Replicate()], "no other sequence of steps"),
+        # A gather of both, and a slice: 7 of 8 parts of 4 kB instead of one.
+        (
+            [Shard(0), Shard(1)],
+            [Replicate(), Shard(1)],
+            "Allgather + Allgather + LocalSlice, 3.584",
+        ),
+    ],
+)
+def test_the_next_best_plan(source: list[Any], target: list[Any], words: str) -> None:
+    """A tensor of 4 kB on 4 ranks, or on 2 x 4."""
+    mesh = DeviceMesh(range(4)) if len(source) == 1 else DeviceMesh([range(4), range(4, 8)])
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([32, 32], contiguity=True, mesh=mesh, placements=source)
+        y = fd.ops.set(x)
+        shard(y, mesh, target)
+        fd.add_output(y)
+    (one, *others) = details(program_for(fd).program)
+    assert not others and one["instead"].startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((8, 10), "ReduceScatter + Allgather, 480 bytes from each rank, as much"),
+        ((6, 16), "ReduceScatter + Allgather, 576 bytes from each rank, as much"),
+        # 4 ranks divide neither axis.
+        ((6, 10), "no other sequence of steps makes this change"),
+    ],
+)
+def test_the_next_best_plan_of_an_allreduce(shape: tuple[int, ...], words: str) -> None:
+    mesh = DeviceMesh(range(4))
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([*shape, 8], contiguity=True, mesh=mesh, placements=[Shard(2)])
+        fd.add_output(fd.ops.sum(x, [2]))
+    (one,) = details(program_for(fd).program)
+    assert one["instead"] == words
 
 
 def test_a_slice_sends_nothing() -> None:
