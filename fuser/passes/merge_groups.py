@@ -78,7 +78,8 @@ class _Contraction:
     `Merger._groups`.
 
     The merged group has the key `place` of the first group. `moved` has, for each group and op that
-    was renumbered, the old number in execution order.
+    was renumbered, the old number in execution order. `span` is the entry of the first group in
+    `Merger._spans`.
     """
 
     place: int
@@ -86,6 +87,7 @@ class _Contraction:
     other: int
     its_group: SegmentGroup
     moved: Mapping[_Step, int]
+    span: tuple[int, int]
 
 
 class Merger:
@@ -127,6 +129,7 @@ class Merger:
         # The number of each step, larger than those of all steps that it depends on.
         ends = {**{p: g.last for p, g in self._groups.items()}, **{e: position[e] for e in others}}
         self._number = self._numbered(sorted(ends, key=ends.__getitem__))
+        self._spans = self._found_spans()
         # Pairs of groups of which one depends on the other through a third step. Merging other
         # groups never changes that.
         self._apart: set[tuple[frozenset[TensorOp], frozenset[TensorOp]]] = set()
@@ -349,6 +352,10 @@ class Merger:
         start, goal = (i, j) if self._number[i] > self._number[j] else (j, i)
         last = self._number[goal]
         todo = [step for step in self._sources(start) if self._number[step] > last]
+        # A search would pass all layers of a deep model between a layer and its gradient.
+        within = self._spans[goal][0]
+        if any(self._spans[step][1] & within for step in todo):
+            return True
         seen: set[_Step] = set()
         while todo:
             step = todo.pop()
@@ -395,6 +402,22 @@ class Merger:
                 else:
                     number.setdefault(todo.pop(), len(number))
         return number
+
+    def _found_spans(self) -> dict[_Step, tuple[int, int]]:
+        """Returns, for each kernel and other op (step), two sets of steps as they are before any
+        merge: the step itself, and all on which it depends.
+
+        A set of steps is an integer with one bit per step. A merged kernel has the union of the
+        sets of its parts (`_contract`): if these sets say that a step depends on another one, it
+        does.
+        """
+        spans: dict[_Step, tuple[int, int]] = {}
+        for bit, step in enumerate(sorted(self._number, key=self._number.__getitem__)):
+            above = 0
+            for source in dict.fromkeys(self._sources(step)):
+                above |= spans[source][0] | spans[source][1]
+            spans[step] = 1 << bit, above
+        return spans
 
     def _between(
         self, start: int, is_between: Callable[[int], bool], next_of: Callable[[_Step], list[_Step]]
@@ -465,7 +488,9 @@ class Merger:
         first, last = min(a.first, b.first), max(a.last, b.last)
         union = self._groups[place] = SegmentGroup(a.ops | b.ops, outputs, inputs, first, last)
         self._enter(place, union)
-        return _Contraction(place, a, other, b, moved)
+        span, (its_steps, its_above) = self._spans[place], self._spans[other]
+        self._spans[place] = span[0] | its_steps, span[1] | its_above
+        return _Contraction(place, a, other, b, moved, span)
 
     def _undo(self, done: _Contraction) -> None:
         """Restores the two kernels that a merge replaced. `done` describes the merge."""
@@ -474,6 +499,7 @@ class Merger:
             self._groups[place] = group
             self._enter(place, group)
         self._number.update(done.moved)
+        self._spans[done.place] = done.span
 
 
 def _is_tail(a: SegmentGroup, b: SegmentGroup, spaces: tuple[tuple[object, ...], ...]) -> bool:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
+from heapq import heappop, heappush
 from typing import Literal, NoReturn
 
 from fuser.ir import memory_layout
@@ -173,6 +174,7 @@ class _Segmenter:
                 self.kind[e] = "library" if e.out_tensor in fusion.outputs else "alias"
             else:
                 self.kind[e] = "library" if stands_alone(e) else "kernel"
+        self.scalars = [v for v in fusion.inputs if isinstance(v, Scalar)]
         self.strides: dict[TensorView, Strides] = {}
         # (ops, outputs, inputs, totals) of a candidate -> the accepted group, or None.
         self.answers: dict[object, SegmentGroup | None] = {}
@@ -523,7 +525,7 @@ class _Segmenter:
         """
         if totals and not (self.row_parts and all(map(may_come_in_parts, totals))):
             return None
-        fusion = extract(self.fusion, self._in_order(group), group.inputs, group.outputs)
+        fusion = self._extract(group)
         if totals:
             numbers = {tv.number for tv in totals}
             twins = [tv for tv in fusion.tensors() if tv.number in numbers]
@@ -598,8 +600,12 @@ class _Segmenter:
             f"no scheduler accepts the kernel that computes {outputs}: compute it outside of the "
             "definition, and pass it as an input (user code at "
             f"{ops[-1].where or 'unknown'}):\n"
-            f"{extract(self.fusion, ops, group.inputs, group.outputs).print_math()}"
+            f"{self._extract(group).print_math()}"
         )
+
+    def _extract(self, group: SegmentGroup) -> Fusion:
+        operands = (*group.inputs, *self.scalars)
+        return extract(self.fusion, self._in_order(group), operands, group.outputs)
 
     def _in_order(self, group: SegmentGroup) -> tuple[TensorOp, ...]:
         return tuple(sorted(group.ops, key=self.position.__getitem__))
@@ -631,17 +637,33 @@ class _Segmenter:
                     (self.position[e], Segment(0, self.kind[e], (e,), e.inputs, e.outputs))
                 )
         steps.sort(key=lambda s: s[0])
-        ready: set[TensorView] = {v for v in self.fusion.inputs if isinstance(v, TensorView)}
-        ordered: list[Segment] = []
-        waiting = [s for _, s in steps]
-        while waiting:
-            following = next(
-                s for s in waiting if all(v in ready for v in s.inputs if isinstance(v, TensorView))
-            )
-            waiting.remove(following)
-            ready.update(following.outputs)
-            ordered.append(replace(following, number=len(ordered)))
-        return ordered
+        return _sorted([s for _, s in steps])
+
+
+def _sorted(segments: Sequence[Segment]) -> list[Segment]:
+    """Returns segments, numbered, each after those whose results it reads.
+
+    If several segments could run next, the first of them in `segments` is next.
+    """
+    producer = {out: k for k, s in enumerate(segments) for out in s.outputs}
+    readers: dict[int, list[int]] = {k: [] for k in range(len(segments))}
+    missing: list[int] = []
+    for k, s in enumerate(segments):
+        awaited = {producer[v] for v in s.inputs if isinstance(v, TensorView) and v in producer}
+        missing.append(len(awaited))
+        for source in awaited:
+            readers[source].append(k)
+    ready = [k for k, count in enumerate(missing) if not count]
+    ordered: list[Segment] = []
+    while ready:
+        following = heappop(ready)
+        ordered.append(replace(segments[following], number=len(ordered)))
+        for k in readers[following]:
+            missing[k] -= 1
+            if not missing[k]:
+                heappush(ready, k)
+    assert len(ordered) == len(segments), "segments that depend on each other"
+    return ordered
 
 
 def _below(exprs: Iterable[TensorOp], tensors: Iterable[TensorView]) -> set[TensorView]:
@@ -666,23 +688,25 @@ def _is_boundary(op: TensorOp) -> bool:
 def extract(
     fusion: Fusion,
     ops: Sequence[TensorOp],
-    inputs: Sequence[TensorView],
+    inputs: Sequence[TensorView | Scalar],
     outputs: Sequence[TensorView],
 ) -> Fusion:
     """Returns a fusion of its own for the ops of one kernel. Tensors keep their numbers, sizes and
     placement on devices.
 
-    `inputs` are the tensors that the kernel reads, and `outputs` those that it writes. The ops that
-    compute an input tensor are unknown to the new fusion, so the tensor's reduction axes are
-    dropped. The scalar inputs of `fusion` that the ops use become inputs of the new fusion.
+    `inputs` are the tensors that the kernel reads, then the scalar inputs of `fusion`, and
+    `outputs` the tensors that it writes. The ops that compute an input tensor are unknown to the
+    new fusion, so the tensor's reduction axes are dropped. The scalars that the ops use become
+    inputs of the new fusion.
     """
     part, mapping = fusion.copy(ops)
     part.origins = ()
     used = {s for e in ops for v in e.inputs if isinstance(v, Scalar) for s in sc.symbols(v)}
-    scalars = [v for v in fusion.inputs if isinstance(v, Scalar) and v in used]
-    part.inputs = [*(mapping[t] for t in inputs), *scalars]
+    scalars = [v for v in inputs if isinstance(v, Scalar) and v in used]
+    read = [t for t in inputs if isinstance(t, TensorView)]
+    part.inputs = [*(mapping[t] for t in read), *scalars]
     part.outputs = [mapping[t] for t in dict.fromkeys(outputs)]
-    for t in inputs:
+    for t in read:
         twin = mapping[t]
         twin.domain = as_input_domain(twin.domain)
         twin.memory = MemoryType.global_

@@ -18,6 +18,7 @@ from typing import Any
 
 from fuser.ir.axis_graph import AxisGraph
 from fuser.ir.fusion import Alias, Fusion, TensorOp, TensorView
+from fuser.ir.scalar.constructors import Scalar
 from fuser.passes.segment import extract
 from fuser.schedule import pointwise
 from fuser.schedule.input_facts import Facts
@@ -128,11 +129,11 @@ def parts_of(fusion: Fusion) -> Iterator[Fusion]:
     `fusion`. A caller may add tensors to a part before it requests the next part; later parts then
     use other numbers for new tensors.
     """
-    given = [v for v in fusion.inputs if isinstance(v, TensorView)]
     last = 0
     for outputs, ops in _outputs_of_parts(fusion):
         read = {v for op in ops for v in op.inputs}
-        part = extract(fusion, ops, [v for v in given if v in read], outputs)
+        inputs = [v for v in fusion.inputs if isinstance(v, Scalar) or v in read]
+        part = extract(fusion, ops, inputs, outputs)
         part.reserve(tensor=last)
         tensors = {tv.number: tv for tv in part.tensors()}
         part.aliases = [

@@ -481,7 +481,7 @@ class _Checker:
         self._bound(dict.fromkeys(used), self.loop_indices)
         if self.freed:
             owners = (t for t in self.storage.tensors if t not in self.storage.shows)
-            kept = [t for t in owners if t in self.known - self.freed]
+            kept = [t for t in owners if t in self.known and t not in self.freed]
             leaked = [t for t in kept if not self.storage.escapes(t)]
             if leaked:
                 raise VerifyError(

@@ -452,9 +452,8 @@ def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
     Splits that no longer have a use are removed, too: splits of which both results are serial loop
     axes, and neither result is in the allocation domain, which describes the memory layout.
     """
-    domain = tv.domain.with_axes(
-        *(replace(a, ptype=ParallelType.serial) for a in spread_axes(tv) if drop(a))
-    )
+    dropped = [a.having(ptype=ParallelType.serial) for a in spread_axes(tv) if drop(a)]
+    domain = tv.domain.with_axes(*dropped) if dropped else tv.domain
     kept_by = {*domain.logical_numbers, *domain.allocation_numbers}
     for t in reversed(domain.transforms):
         in_loop = [a for a in domain.loop if a.number in t.outputs]

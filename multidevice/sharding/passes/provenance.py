@@ -93,28 +93,39 @@ def record_reshardings(fusion: Fusion) -> None:
     have records already. All other tensors were made by decomposition.
     """
     known = {o.tensor for o in fusion.origins}
+    sums: _Sums = {}
+    for place, row in enumerate(fusion.origins):
+        if row.what == "cut" and row.axis is None and row.source is not None:
+            sums.setdefault((row.source, row.op), {})[place] = row
     rows: list[Origin] = []
     for op in fusion.exprs:
         if isinstance(op, Reshard):
             rows.append(_reason(fusion, op, known))
             if op.reduction is not None and op.out.number not in known:
-                rows += _summed(fusion, op)
+                rows += _summed(op, sums)
     fusion.origins = (*fusion.origins, *rows)
 
 
-def _summed(fusion: Fusion, op: Reshard) -> Iterator[Origin]:
+# The records of summed axes by (number of the source, name of the op); each by its place among all
+# records.
+_Sums = dict[tuple[int, str], dict[int, Origin]]
+
+
+def _summed(op: Reshard, sums: _Sums) -> Iterator[Origin]:
     """Yields records (`Origin`) about the summed axis of the communication `op`: why it is divided.
 
-    Yields nothing unless decomposition has split an op of the user into partial sums and `op`.
+    `sums` has the records of all summed axes. Yields nothing unless decomposition has split an op
+    of the user into partial sums and `op`.
     """
     maker = _behind(op)
     if maker is None:
         return
-    operands = {tv.number for _, tv in tensor_operands(maker)}
-    for row in fusion.origins:
-        is_sum = row.what == "cut" and row.axis is None and row.ptype in op.ptypes
-        if is_sum and row.source in operands and row.op == maker.name:
-            yield replace(row, tensor=op.out.number)
+    rows: dict[int, Origin] = {}
+    for _, tv in tensor_operands(maker):
+        rows |= sums.get((tv.number, maker.name), {})
+    for place in sorted(rows):
+        if rows[place].ptype in op.ptypes:
+            yield replace(rows[place], tensor=op.out.number)
 
 
 def _reason(fusion: Fusion, op: Reshard, known: set[int]) -> Origin:
