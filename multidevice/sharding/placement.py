@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fuser.ir.domain.axis_path import Rules, path, replay
+from fuser.ir.domain.axis_path import Rules, path, path_up, replay
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.domain.tensor_domain import (
     DomainBuilder,
@@ -144,7 +144,7 @@ def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
     domain = tv.domain
     if axis.number in domain.logical_numbers:
         return axis.number, 0
-    steps = path(domain, (axis,), domain.logical)
+    steps = path_up(domain, axis, domain.logical_numbers)
     depths = replay(steps, {axis.number: 0}, _BlockDepth(tv, axis))
     return next((n, depths[n]) for n in domain.logical_numbers if n in depths)
 
@@ -229,6 +229,16 @@ def _derive_cuts(tv: TensorView, axes: Iterable[IterDomain]) -> dict[int, Cuts]:
         found.setdefault(number, []).append((depth, cut))
     ordered = ((a.number, found[a.number]) for a in tv.domain.logical if a.number in found)
     return {n: tuple(c for _, c in sorted(cuts, key=lambda x: x[0])) for n, cuts in ordered}
+
+
+def keep_cuts(before: TensorDomain, after: TensorDomain) -> TensorDomain:
+    """Returns `after`, a domain whose axes are divided like those of `before`, so that the known
+    cuts of `before` are also its own.
+
+    The two may differ in the order of axes in memory or in loops.
+    """
+    _known_cuts(after).update(_known_cuts(before))
+    return after
 
 
 def _known_cuts(domain: TensorDomain) -> dict[DeviceMesh | None, Mapping[int, Cuts]]:

@@ -11,7 +11,7 @@ interpreted only through such rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fuser.ir.domain.tensor_domain import (
@@ -112,6 +112,19 @@ def path(
             back.append(t)
             back_to |= on_way
     return (*backward(back), *forward(ahead))
+
+
+def path_up(domain: TensorDomain, axis: IterDomain, targets: Container[int]) -> Iterator[PathStep]:
+    """Yields the steps that undo the transforms from which `axis` is derived, back to `targets`.
+
+    `targets` has axis numbers. This is the part of `path` that leads to the sources of one axis.
+    """
+    numbers = [axis.number]
+    for t in reversed(domain.transforms):
+        outputs = t.outputs
+        if any(n in outputs for n in numbers):
+            yield PathStep(t, False)
+            numbers += (n for n in t.inputs if n not in targets)
 
 
 # ------------------------------------------------------------------ rules

@@ -20,7 +20,7 @@ from fuser.ir.memory_layout import is_contiguous, memory_order
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES
 from fuser.support.errors import ShardingError, user_code
-from multidevice.sharding.placement import spread_axes
+from multidevice.sharding.placement import keep_cuts, spread_axes
 from multidevice.sharding.queries import has_streams
 from multidevice.sharding.reshard import communicates
 from multidevice.sharding.streams import allocated_per_step, slice_per_loop
@@ -109,9 +109,10 @@ def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
         if root.is_reduction()
         for a in _parts(tv, root, with_stream=False)
     ]
-    tv.domain = domain.with_allocation(
+    made = domain.with_allocation(
         numbers((*allocation, *reductions)), (*contiguity, *(None for _ in reductions))
     )
+    tv.domain = keep_cuts(domain, made)
 
 
 def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterDomain]:
@@ -136,5 +137,6 @@ def parallel_axes_to_front(tv: TensorView) -> None:
     """Sorts the loop axes of a tensor: stream, mesh_z, mesh_y, mesh_x, then the others in present
     order.
     """
-    loop = sorted(tv.domain.loop, key=lambda a: _RANK.get(a.ptype, len(_RANK)))
-    tv.domain = tv.domain.with_loop(numbers(loop))
+    loop = numbers(sorted(tv.domain.loop, key=lambda a: _RANK.get(a.ptype, len(_RANK))))
+    if loop != tv.domain.loop_numbers:
+        tv.domain = keep_cuts(tv.domain, tv.domain.with_loop(loop))
