@@ -203,17 +203,17 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
     The keys are the numbers (ids) of logical axes, including reduction axes; the values list the
     outermost cut first. Cuts along parallel types that are not in `ptypes` are left out.
     """
-    wanted = [a for a in spread_axes(tv) if a.ptype in ptypes]
-    if not wanted:
+    spread = tv.domain.spread
+    if not spread:
         return {}
-    if any(a.is_stream for a in spread_axes(tv)):
+    cuts = _known_cuts(tv.domain).get(tv.mesh)
+    if cuts is None:
+        wanted = [a for a in spread if a.ptype in ptypes]
         # The count of a stream is an expression of extents, whose canonical form may change.
-        return _derive_cuts(tv, wanted)
-    known = _known_cuts(tv.domain)
-    if tv.mesh not in known:
-        known[tv.mesh] = _derive_cuts(tv, spread_axes(tv))
-    cuts = known[tv.mesh]
-    if len(wanted) == len(spread_axes(tv)):
+        if not wanted or any(a.is_stream for a in spread):
+            return _derive_cuts(tv, wanted)
+        cuts = _known_cuts(tv.domain)[tv.mesh] = _derive_cuts(tv, spread)
+    if ptypes is SPREAD_TYPES or ptypes is DEVICE_TYPES:
         return dict(cuts)
     kept = {n: tuple(c for c in mine if c.ptype in ptypes) for n, mine in cuts.items()}
     return {n: mine for n, mine in kept.items() if mine}
@@ -419,8 +419,9 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
     loop = list(before.loop_numbers)
     loop[position : position + 1] = [outer.number, *(a.number for a in inner)]
     tv.domain = before.with_loop(loop, *built.transforms, axes=axes)
-    made = replace(cut, whole=cut.whole and rest.number == number)
-    _remember_cut(tv, before, number, made)
+    if cut.whole and rest.number != number:
+        cut = replace(cut, whole=False)
+    _remember_cut(tv, before, number, cut)
     return True
 
 

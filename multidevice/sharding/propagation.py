@@ -218,6 +218,8 @@ def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDom
     differ, `Cut.whole` (each block is a single index) cannot be true for both, so it is False in
     the result.
     """
+    if not any(c.whole for c in cuts):
+        return cuts
     if fusion.canonical(source.size) == fusion.canonical(target.size):
         return cuts
     return tuple(replace(c, whole=False) for c in cuts)

@@ -122,6 +122,9 @@ class DeviceMesh:
 
         Returns None if the mesh has no such dimension.
         """
+        return self._dim_of(ptype)
+
+    def _dim_of(self, ptype: ParallelType) -> int | None:
         if not ptype.is_device:
             raise ShardingError(
                 f"{self} has no dimension {ptype.text}: expected a device type, such as mesh_x"
@@ -135,7 +138,7 @@ class DeviceMesh:
 
         Returns 1 if the mesh has no such dimension.
         """
-        dim = self.dim_of(ptype)
+        dim = self._dim_of(ptype)
         return 1 if dim is None else self.shape[dim]
 
     @checked
