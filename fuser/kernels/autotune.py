@@ -545,8 +545,8 @@ def is_launchable(launch: BoundLaunch, device: DeviceInfo) -> bool:
 
 # ------------------------------------------------------------------ memory
 class Scratch:
-    """Buffers for the results of a kernel that is timed, with the same layouts and alignments as
-    the caller's outputs, which must not change.
+    """Buffers for the results of a kernel that is timed. The caller's outputs must not change, so
+    these buffers with the same layouts and alignments are written instead.
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:

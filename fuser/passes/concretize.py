@@ -725,8 +725,8 @@ class Clamps:
     def replacements(
         self, fusion: Fusion, choices: tuple[int, ...], known: Mapping[Scalar, Scalar]
     ) -> dict[Scalar, Scalar]:
-        """Returns `known`, extended by the replacement of each minimum or maximum of sizes (clamp)
-        by one of its arguments.
+        """Returns the replacements `known`, and one more for each minimum or maximum of sizes
+        (clamp): it is replaced by one of its arguments.
 
         `choices` is the result of `decide`. `fusion` is a copy of the fusion of this object.
         """

@@ -681,7 +681,7 @@ class _Decision:
         """Returns the kernels that compute an op which reads one of `tensors`, as a bit set (bit i
         is set for kernel i).
 
-        For an op in `others`, the bit set there replaces the recorded kernels.
+        `others` maps ops to bit sets of kernels, which are used in place of those in `computed_in`.
         """
         found = 0
         for tv in tensors:

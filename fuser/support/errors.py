@@ -42,7 +42,7 @@ class EmptyDefinitionError(DefinitionError, NotImplementedError):
 class OtherEntranceError(DefinitionError, AssertionError):
     """Raised if a definition is run by both `execute` and `manual_execute`.
 
-    Also raised if a profiler is used for the other kind of run.
+    Also raised if one of the two is called under a profiler for the other.
     """
 
 
@@ -158,7 +158,7 @@ class InputError(FuserError, ValueError):
 
 
 class DivisionByZeroError(InputError, ZeroDivisionError):
-    """Raised if a scalar of a run is an integer that is divided by 0.
+    """Raised if the value of a scalar in a run is an integer divided by 0.
 
     The message names the scalar and its symbols.
     """

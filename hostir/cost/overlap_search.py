@@ -167,8 +167,8 @@ def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) 
 @dataclass(frozen=True)
 class NoOverlap:
     """The replacement for `Overlaps` in programs in which nothing may be divided into steps.
-    `Overlaps` divides matmuls and communications into steps that overlap. `why` is the reason, such
-    as ranks on several hosts.
+    `Overlaps` divides matmuls and communications into steps that overlap. `why` is the reason why
+    nothing may be divided, such as ranks on several hosts.
     """
 
     why: str

@@ -101,8 +101,9 @@ class WorkItem:
 
     @property
     def classes(self) -> set[int]:
-        """The classes of equal ranks that take part in the work, with a stream or with a
-        resource."""
+        """The numbers of the classes of equal ranks that take part in the work: it occupies one of
+        their streams, or uses one of their resources.
+        """
         return {c for c, _ in self.needs} | set(self.streams)
 
 

@@ -499,8 +499,9 @@ def _two(what: str, a: object, b: object) -> Iterator[str]:
 
 
 def _text(value: object) -> str:
-    """Returns a short text for the value of an op's field in a line about a difference, such as the
-    label of a tensor."""
+    """Returns a short text for a value that differs between two programs: that of an op's field.
+    The text for a tensor is its label.
+    """
     match value:
         case TensorView():
             return value.label

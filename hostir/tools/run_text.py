@@ -60,8 +60,8 @@ def assumed_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[st
 
 
 def seed_words(program: HostIrContainer) -> dict[str, str]:
-    """Returns the scalar inputs that are the seed or the offset of random numbers: the name of the
-    input, and `seed of random numbers` or `offset of random numbers`.
+    """Returns a description of each scalar input that is the seed or the offset of random numbers:
+    `seed of random numbers` or `offset of random numbers`, by the name of the input.
 
     Random ops inside kernels are included.
     """

@@ -56,7 +56,8 @@ class _Range:
 
 
 class GpuShards:
-    """The parts of tensors (shards) that this process has allocated on one GPU for others to map.
+    """The parts of tensors (shards) that this process has allocated on one GPU, and that other
+    processes can map.
 
     Also has the ranges of addresses at which it has mapped shards of several ranks.
     """
