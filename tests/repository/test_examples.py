@@ -30,6 +30,7 @@ COLLECTIVES = {
     "sequence_parallel_mlp": {"Allgather": 1, "ReduceScatter": 1},
     "attention_by_heads": {"Allreduce": 1},
     "sharded_dropout": {},
+    "pipeline_handover": {"send": 1, "recv": 1},
 }
 
 
