@@ -437,8 +437,8 @@ def broadcast(arg: TensorView, is_broadcast_dim: Sequence[bool]) -> TensorView:
     if flags.count(False) != tv.ndim:
         raise fail(
             "broadcast",
-            f"the number of False flags, {flags.count(False)} of {len(flags)}, must be the number "
-            f"of axes of {tv}, {tv.ndim}",
+            f"is_broadcast_dim must have one False for each axis of {tv} "
+            f"({counted(tv.ndim, 'axis')}), got {list(flags)}",
         )
     return broadcast_tensor(tv, flags) if any(flags) else tv
 

@@ -344,7 +344,8 @@ def bind_primary_context() -> None:
             (status,) = driver.cuCtxSetCurrent(context)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise KernelError(
-            f"the CUDA driver has no context for this thread: it failed with {status!r}"
+            "the CUDA driver cannot set the context of the current GPU in this thread: it failed "
+            f"with {status!r}"
         )
 
 

@@ -372,9 +372,7 @@ def _after(c: Cursor, first: object, last: object, step: int | None, at: int) ->
     step = len(ids) if step is None else step
     count, rest = divmod(ends[0] - ids[0], step) if ids and ends and step > 0 else (0, 1)
     if shape != other or rest or count < 1 or [i + count * step for i in ids] != ends:
-        raise c.fail(
-            f"not a range: the distance of its ends is not a multiple of the step {step}", at
-        )
+        raise c.fail(f"not a range: steps of {step} from {first} do not reach {last}", at)
     if count * len(ids) > MAX_DEVICES:
         raise c.fail(f"a range may have at most {MAX_DEVICES} ranks", at)
     return [_shifted(first, k * step) for k in range(1, count + 1)]

@@ -322,8 +322,9 @@ class GroupedMmaOp(ProductOp):
         """
         if (self.mat1.ndim, self.mat2.ndim) not in self.FORMS:
             raise VerifyError(
-                "grouped_mm: mat1 and mat2 must have 2 and 2, 2 and 3, or 3 and 2 axes, but "
-                f"{self.mat1} has {counted(self.mat1.ndim, 'axis')} and {self.mat2} has "
+                "grouped_mm: mat1 and mat2 must be two matrices (2 and 2 axes), or a matrix and a "
+                f"batch of matrices (2 and 3, or 3 and 2 axes), but {self.mat1} has "
+                f"{counted(self.mat1.ndim, 'axis')} and {self.mat2} has "
                 f"{counted(self.mat2.ndim, 'axis')}"
             )
         super().verify()

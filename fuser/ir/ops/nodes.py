@@ -439,8 +439,8 @@ class BroadcastOp(TensorOp):
         kept, have = self.flags.count(False), len(self.inp.domain.no_reductions)
         if kept != have:
             raise VerifyError(
-                f"broadcast: the number of False flags, {kept}, must be the number of axes of "
-                f"{self.inp}, {have}"
+                f"broadcast: the flags must have one False for each axis of {self.inp} "
+                f"({counted(have, 'axis')}), but have {kept}"
             )
 
 
@@ -692,7 +692,9 @@ class LinearOp(Contraction):
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
         rank = self.x.ndim + self.weight.ndim - 2
         if not self.weight.ndim:
-            raise VerifyError(f"linear: weight [*w, n, k] needs axes, but {self.weight} has none")
+            raise VerifyError(
+                f"linear: weight [*w, n, k] needs an axis k, but {self.weight} has none"
+            )
         if len(axes) - has_k != rank:
             raise VerifyError(
                 f"linear: x {self.x} [*i, k] and weight {self.weight} [*w, n, k] need a result "

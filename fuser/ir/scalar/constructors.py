@@ -298,7 +298,10 @@ def apply(op: str, *args: ScalarLike) -> Scalar:
     """
     scalars = tuple([as_scalar(a) for a in args])
     if op not in COMPLEX_OPS and any(is_complex(s.dtype) for s in scalars):
-        raise DtypeError(f"{op} is not defined for complex numbers: {', '.join(map(str, scalars))}")
+        raise DtypeError(
+            f"the scalar op {op} is not defined for complex numbers, got "
+            f"{', '.join(map(str, scalars))}"
+        )
     form = _INT_FORMS.get(op)
     if form is not None and all(map(is_int, scalars)):
         return form(*scalars)

@@ -111,7 +111,8 @@ def test_view_errors() -> None:
         with pytest.raises(DefinitionError, match="Invalid expand size, 5, for"):
             ops.expand(x, [-1, 1, 5])
         with pytest.raises(
-            DefinitionError, match=r"number of False flags, 1 of 2, .* axes of T0.*, 3"
+            DefinitionError,
+            match=r"one False for each axis of T0.* \(3 axes\), got \[True, False\]",
         ):
             ops.broadcast(x, [True, False])
         with pytest.raises(DefinitionError, match="is specified more than once"):

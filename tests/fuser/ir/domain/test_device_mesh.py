@@ -83,7 +83,7 @@ def test_a_team_prints_as_its_mesh() -> None:
     ("text", "message"),
     [
         ("DeviceMesh{5..2}", "not a range"),
-        ("DeviceMesh{0..7 by 2}", "multiple of the step 2"),
+        ("DeviceMesh{0..7 by 2}", "steps of 2 from 0 do not reach 7"),
         ("DeviceMesh{0..7 by 0}", "not a range"),
         ("DeviceMesh{0..7 by -1}", "not a range"),
         ("DeviceMesh{0..{1 2}}", "not a range"),
