@@ -592,6 +592,15 @@ class TensorOp(Op):
         """The first result of the op."""
         return self.outputs[0]
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the op may compute on the terms of sums: op(a + b, c + d) = op(a, c) + op(b, d).
+
+        The operands a + b and c + d are tensors; scalar operands are the same on both sides. For
+        floats, both sides may be rounded differently, but not less precisely. By default, False.
+        """
+        return False
+
     def exact_numbers(self) -> tuple[Scalar, ...]:
         """Returns the scalar operands that the dtype of the result must represent exactly.
 

@@ -98,13 +98,27 @@ def partial_sum_axes(tv: TensorView) -> tuple[int, ...]:
 
     If a reduced axis is divided over devices or over the steps of a stream loop, each of them first
     computes a partial sum. For example, in `[M, N, iDIDx{d}rf, r{K/d}]` the axis at position 2 has
-    one element per device. Its local shape is [M, N, 1].
+    one element per device. Its local shape is [M, N, 1]. Tensors computed from partial sums may
+    have such an axis, too.
     """
+    made = {n for t in tv.domain.transforms for n in t.outputs}
     return tuple(
         position
         for position, axis in enumerate(tv.domain.no_reductions)
-        if axis.rfactor and axis.ptype in SPREAD_TYPES and _is_part_of_reduction(tv, axis)
+        if axis.rfactor and axis.ptype in SPREAD_TYPES
+        # A reshape derives such an axis from others, if each device has one index of it.
+        if axis.number not in made or _is_part_of_reduction(tv, axis)
     )
+
+
+def is_summed_in_parts(tv: TensorView) -> bool:
+    """Returns whether the op that computes `tv` sums over an axis of which each device or step has
+    a part.
+
+    Returns False for an op that only reads such partial sums, and computes others from them.
+    """
+    axes = tv.domain.no_reductions
+    return any(_is_part_of_reduction(tv, axes[p]) for p in partial_sum_axes(tv))
 
 
 def _is_part_of_reduction(tv: TensorView, axis: IterDomain) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from fuser.ir.dtypes import HALF_LIKE, INFO, DataType, category, is_complex
+from fuser.ir.dtypes import HALF_LIKE, INFO, DataType, category, is_complex, nbytes_of
 from fuser.ir.fusion import AxisMap, TensorOp, TensorView, Variant
 from fuser.ir.op import attr, operand, operands, result
 from fuser.ir.pointwise_table import POINTWISE, kinds_of
@@ -48,6 +48,11 @@ class UnaryOp(TensorOp):
     inp: TensorView = operand()
     kind: str = attr()
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the op may compute on the terms of sums (`TensorOp.is_linear`)."""
+        return self.kind == "neg"
+
     def template(self) -> str:
         """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return unary_template(self.kind, is_float=self.out.dtype() is DataType.Float)
@@ -75,6 +80,16 @@ class CastOp(TensorOp):
         """The name of the op in messages and dumps: `cast`."""
         return "cast"
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the op may compute on the terms of sums (`TensorOp.is_linear`).
+
+        This is so for a cast to a wider floating dtype, because it rounds nothing.
+        """
+        source, target = self.inp.dtype(), self.out.dtype()
+        is_exact = nbytes_of(source) < nbytes_of(target) and category(source) == category(target)
+        return is_exact and category(source) in ("float", "complex")
+
     def template(self) -> str:
         """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return "{out}\n   = " + cast_spelling(self.inp.dtype(), self.out.dtype()) + "({inp});"
@@ -101,6 +116,17 @@ class BinaryOp(TensorOp):
     lhs: TensorView | Scalar = operand()
     rhs: TensorView | Scalar = operand()
     kind: str = attr()
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the op may compute on the terms of sums (`TensorOp.is_linear`).
+
+        This is so for the sum or difference of two tensors, and for the product with a scalar.
+        """
+        tensors = [v for v in (self.lhs, self.rhs) if not isinstance(v, Scalar)]
+        has_one_dtype = {v.dtype() for v in tensors} == {self.out.dtype()}
+        count = {"add": 2, "sub": 2, "mul": 1}.get(self.kind)
+        return len(tensors) == count and has_one_dtype and self.out.dtype() is not DataType.Bool
 
     def template(self) -> str:
         """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
@@ -324,6 +350,11 @@ class LoadStoreOp(TensorOp):
         """The name of the op in messages: `permute` if the order of axes changes, else `set`."""
         return "permute" if self.out.domain.root else "set"
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the op may compute on the terms of sums (`TensorOp.is_linear`): always."""
+        return True
+
     def template(self) -> str:
         """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         permute = ".Permute" if self.out.domain.root else ""
@@ -491,6 +522,11 @@ class ReshapeOp(TensorOp):
     out: TensorView = result()
     inp: TensorView = operand()
     TEXT = "{out} = reshape( {inp} )"
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the op may compute on the terms of sums (`TensorOp.is_linear`): always."""
+        return True
 
     @property
     def name(self) -> str:

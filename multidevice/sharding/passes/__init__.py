@@ -10,6 +10,7 @@ Files, in reading order:
 - `decompose`: an op whose operands are divided differently over devices becomes reshardings and a
   local op.
 - `partial_sums`: reductions of which each device computes a part.
+- `deferred_sums`: linear ops on partial sums, whose results are added over devices.
 - `masked_lookups`: lookups along a divided axis, which each device makes in its own part.
 - `redistribute`: a copy to another division becomes the cheapest sequence of communications.
 - `overlap_candidates`: communications and matrix products that may run at the same time.

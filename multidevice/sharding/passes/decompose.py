@@ -24,6 +24,7 @@ from fuser.ir.ops.nodes import LoadStoreOp
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.passes.view_ops import is_copy
 from fuser.support.errors import ShardingError, user_code
+from multidevice.sharding.passes.deferred_sums import defer_sums
 from multidevice.sharding.passes.masked_lookups import mask_divided_lookups
 from multidevice.sharding.passes.partial_sums import (
     add_partial_sums,
@@ -83,6 +84,7 @@ def decompose_reshardings(
     add_row_parallel_bias_last(fusion)
     mask_divided_lookups(fusion)
     factor_spread_reductions(fusion)
+    defer_sums(fusion)
     add_partial_sums(fusion)
     copies = Copies(fusion)
     insert_reshardings(fusion, copies)

@@ -28,7 +28,7 @@ from multidevice.sharding.placement import (
     path_to_root,
     stream_axis_of,
 )
-from multidevice.sharding.queries import has_mesh, has_streams, partial_sum_axes
+from multidevice.sharding.queries import has_mesh, has_streams, is_summed_in_parts, partial_sum_axes
 from multidevice.sharding.streams import is_in_step
 
 # A cache of local domains for tensors that several fusions have: key -> (domain of the whole
@@ -83,7 +83,7 @@ def localize(
         twin.mesh, twin.mesh_is_user_set, twin.compute_at = None, False, 0
     ops: list[TensorOp] = []
     for op, twin in zip(fusion.exprs, local.exprs, strict=True):
-        if not partial_sum_axes(op.out_tensor):
+        if not is_summed_in_parts(op.out_tensor):
             ops.append(_with_local_scalars(twin))
         else:
             ops += _partial_sum(local, op, twin, block)
@@ -141,15 +141,16 @@ def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
 
     # A partial sum over d devices has a broadcast axis in place of the device axis (see
     # `_partial_sum`).
-    is_product = bool(partial) and not isinstance(tv.definition(), ReductionOp)
+    is_summed = is_summed_in_parts(tv)
+    is_product = is_summed and not isinstance(tv.definition(), ReductionOp)
     kept = [a for a in domain.logical if not (is_product and a.is_reduction())]
     whole = domain.having(
         logical=numbers(kept),
         loop=numbers(kept),
-        root=() if partial else domain.root_numbers,
+        root=() if is_summed else domain.root_numbers,
         allocation=(),
         contiguity=(),
-        transforms=() if partial else transforms_between(domain, domain.root, domain.logical),
+        transforms=() if is_summed else transforms_between(domain, domain.root, domain.logical),
     )
     made = with_exact_splits(whole.map_axes(local))
     return made.with_allocation(*_local_allocation(tv, made.logical))

@@ -118,7 +118,7 @@ def factor_spread_reductions(fusion: Fusion) -> None:
             # The op declares no way to combine partial results, so the operand is gathered instead.
             for out in op.outputs:
                 unparallelize(out, lambda a: a.is_reduction())
-        elif not (reduces_one_device_axis(op) or _types_of_parts(op)):
+        elif not (reduces_one_device_axis(op) or types_of_parts(op)):
             _factor(fusion, op, cuts)
 
 
@@ -190,7 +190,7 @@ def combine_parts(
     parallel type and the mark `rfactor`. The domain of `out` gets the axes that the op reduces.
     `kind` and `init` are those of `ReductionOp`. The pass `add_partial_sums` rewrites the op.
     """
-    _become_sum(out, parts, types)
+    become_sum(out, parts, types)
     return ReductionOp(out, parts, init, kind=kind)
 
 
@@ -199,8 +199,9 @@ def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
     loop.
 
     `cuts` maps the numbers of reduction axes to their divisions; each division becomes an axis of
-    the new tensor that is not reduced. A stream loop computes the new tensor block by block if it
-    does so with the result of `op`, or else with an operand of `op`.
+    the new tensor that is not reduced. Those over devices are its last axes. A stream loop computes
+    the new tensor block by block if it does so with the result of `op`, or else with an operand of
+    `op`.
     """
     out, fusion = op.out_tensor, op.out_tensor.fusion
     axes = {a.number: fusion.clone_axis(a) for a in out.domain.maybe_root}
@@ -219,7 +220,10 @@ def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
             kind=IterType.iteration if a.number in spread else a.kind,
         )
     )
-    whole = domain.having(logical=domain.loop_numbers, root=domain.logical_numbers)
+    # Axes that count parts of devices are last, so that partial sums can be added to one another.
+    # Their order says how the divisions are nested.
+    ranked = sorted(domain.loop, key=lambda a: a.is_device)
+    whole = domain.having(logical=numbers(ranked), root=domain.logical_numbers)
     local.domain = whole.having(contiguity=contiguity_for(whole.logical))
     given = [(op.inputs[index], forward_cuts(op, index, out)) for index, _ in tensor_operands(op)]
     kept = [
@@ -246,7 +250,7 @@ def _has_steps(tv: TensorView) -> bool:
     return any(a.is_stream for a in spread_axes(tv))
 
 
-def _become_sum(out: TensorView, source: TensorView, types: Collection[ParallelType]) -> None:
+def become_sum(out: TensorView, source: TensorView, types: Collection[ParallelType]) -> None:
     """Turns `out` into the sum of the partial sums `source` over their axes of the types `types`.
 
     The types are mesh dimensions or stream types; such an axis has one part per device or step.
@@ -286,12 +290,12 @@ def add_partial_sums(fusion: Fusion) -> None:
     """
     for op in fusion.exprs:
         if isinstance(op, ReductionOp) and op.inp.mesh == op.out.mesh:
-            types = _types_of_parts(op)
+            types = types_of_parts(op)
             if types:
                 _add_in_steps(fusion, op, types)
 
 
-def _types_of_parts(op: TensorOp) -> tuple[ParallelType, ...]:
+def types_of_parts(op: TensorOp) -> tuple[ParallelType, ...]:
     """Returns the parallel types of the axes over which `op` adds partial sums.
 
     They are mesh dimensions and stream types, one for each axis that `op` reduces. Returns () if
@@ -316,7 +320,7 @@ def _add_in_steps(fusion: Fusion, op: ReductionOp, types: tuple[ParallelType, ..
         added = [p for p in left if p not in rest]
         made = out if stage is None else _staged(at, stage, left, out)
         if stage is None:
-            _become_sum(out, at, added)
+            become_sum(out, at, added)
         step = ReductionOp(made, at, op.init, kind=op.kind) if added else LoadStoreOp(made, at)
         ops.append(step.replace(where=op.where))
         at, left = made, rest
