@@ -23,12 +23,14 @@ from fuser.support.text_cursor import Cursor
 
 How = Literal[
     # The source of a mesh or of a cut. user: the user set it. forward: an operand. backward: a
-    # result. beside: another result of the same op. only: it is the fusion's only mesh.
+    # result. beside: another result of the same op. only: it is the fusion's only mesh. lookup: the
+    # table of a lookup, for the sum of the parts in which devices look up.
     "user",
     "forward",
     "backward",
     "beside",
     "only",
+    "lookup",
     # Why decomposition changed a whole placement: for an op's operand or result, for a copy that
     # the user wrote (set), for a sum over devices, for an update of an input.
     "operand",

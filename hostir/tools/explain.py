@@ -16,7 +16,7 @@ other sequence of steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fuser.ir.fusion import TensorView
@@ -144,7 +144,8 @@ class _Why:
             lines.append(f"{whole}: {self.origin(base.number, None)}")
         for row in self.summed(base.number):
             if row.ptype is not None:
-                over = f"T{base.number} sums over an axis that {row.ptype.name} cuts"
+                does = "is looked up along" if row.how == "lookup" else "sums over"
+                over = f"T{base.number} {does} an axis that {row.ptype.name} cuts"
                 lines.append(f"{part}{over}: {self.chain(row, row.ptype)}")
         return lines
 
@@ -266,6 +267,8 @@ class _Why:
                 return "no annotation reaches it, and there is one mesh"
             case "forward" | "backward" | "beside":
                 return f"from {source} ({_DIRECTIONS[row.how]} through {through})"
+            case "lookup":
+                return f"from {source} (in the parts of which {through} looks up)"
             case "operand":
                 result = "" if row.result is None else f" for T{row.result}"
                 return f"a copy of {source}, as {through} takes it{result}"
@@ -467,7 +470,9 @@ class _Why:
                 before, after = self.cuts(inp), self.cuts(out)
                 is_scattered = any(before.get(p) != axis for p, axis in after.items())
                 result = f"; {name} is {change}{self.given(out)}" if is_scattered else ""
-                return f"{through} sums over an axis that is cut{parts}{result}"
+                is_lookup = any(r.how == "lookup" for r in self.summed(out.number))
+                does = "looks up along" if is_lookup else "sums over"
+                return f"{through} {does} an axis that is cut{parts}{result}"
             case _:
                 return (
                     f"{through} computes T{inp.number} {self.placement(inp)}, and {name} is "
@@ -595,22 +600,29 @@ def change_words(op: Op, inp: TensorView, out: TensorView) -> str:
     of another tensor inside a loop.
     """
     movement = op.movement if isinstance(op, HostOp) else None
-    kind = "SUM" if movement is None else movement.red_op
+    kind, summed = "SUM", tuple[ParallelType, ...]()
+    if movement is not None and movement.collective is not None:
+        kind = movement.red_op
+        if movement.collective.reduces and movement.team is not None:
+            summed = movement.team.ptypes
     try:
-        before, after = (_placement_words(tv, kind) for tv in (inp, out))
+        before, after = _placement_words(inp, kind, summed), _placement_words(out, kind, ())
     except UnsupportedError:
         return ""
     meshes = "" if inp.mesh == out.mesh else f" on {out.mesh}"
     return f"{before}{f' on {inp.mesh}' if meshes else ''} -> {after}{meshes}"
 
 
-def _placement_words(tv: TensorView, reduction: str) -> str:
+def _placement_words(tv: TensorView, reduction: str, summed: Collection[ParallelType]) -> str:
+    """Returns a text such as `axis 0 split over mesh_x`. The communication of which `tv` is the
+    operand reduces over the mesh dimensions `summed`.
+    """
     parts, partial = partial_sum_axes(tv), list[str]()
     texts: list[str] = []
     axis = 0
     for position, cuts in enumerate(placement(tv, DEVICE_TYPES)):
         names = " and then ".join(cut.ptype.name for cut in cuts)
-        if position in parts:
+        if position in parts or any(cut.ptype in summed for cut in cuts):
             partial.append(names)
             continue
         if cuts:

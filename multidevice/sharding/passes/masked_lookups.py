@@ -32,7 +32,7 @@ from fuser.ir.dtypes import FLOAT8, DataType, category
 from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.ops.lookup import GatherOp, LookupOp, SelectOp
-from fuser.ir.ops.nodes import CastOp, LoadStoreOp, ReshapeOp
+from fuser.ir.ops.nodes import CastOp, ReshapeOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.types import DEVICE_TYPES
@@ -48,6 +48,7 @@ from fuser.ops.building import (
 from fuser.ops.elementwise import apply_pointwise
 from fuser.ops.reshaping import transformed_domain
 from multidevice.sharding.passes.partial_sums import combine_parts
+from multidevice.sharding.passes.provenance import record_masked_lookup
 from multidevice.sharding.placement import (
     Cut,
     Cuts,
@@ -118,65 +119,56 @@ def _is_gathered(op: LookupOp, cuts: Cuts) -> bool:
 def _masked(op: LookupOp, cuts: Cuts) -> list[TensorOp]:
     """Returns the ops that replace one lookup, whose looked-up axis devices divide by `cuts`."""
     fusion, out = op.out.fusion, op.out
-    of_part, of_sum = _placements(op, cuts)
     before = fusion.exprs
     with FusionGuard(fusion):
         part = _contribution(op, cuts)
     made = list(fusion.exprs[len(before) :])
     fusion.exprs = before
-    _place_part(op, cuts, part, of_part)
+    _place_part(op, cuts, part)
     _place_aligned(op, cuts, part, made)
-    result, dtype = out, part.dtype()
-    if of_sum != placement(out):
-        result = copy_like(out, out.mesh, of_sum)
-    total = result if dtype is out.dtype() else copy_like(out, out.mesh, of_sum, dtype=dtype)
+    total, dtype = out, part.dtype()
+    if dtype is not out.dtype():
+        total = copy_like(out, out.mesh, placement(out), dtype=dtype)
     kind = "max" if dtype is DataType.Bool else "add"
     types = [cut.ptype for cut in cuts]
-    made.append(combine_parts(total, part, types, kind=kind, init=sc.const(0, dtype)))
-    if total is not result:
-        made.append(CastOp(result, total))
-    if result is not out:
-        made.append(LoadStoreOp(out, result))
+    combine = combine_parts(total, part, types, kind=kind, init=sc.const(0, dtype))
+    record_masked_lookup(op, combine)
+    made.append(combine)
+    if total is not out:
+        made.append(CastOp(out, total))
     return [new.replace(where=op.where) for new in made]
 
 
 # ------------------------------------------------------------------ placements
-def _placements(op: LookupOp, cuts: Cuts) -> tuple[Placement, Placement]:
-    """Returns how devices and steps divide the axes of a contribution, and of the sum of them all.
+def _placement_of_part(op: LookupOp, cuts: Cuts) -> Placement:
+    """Returns how devices and steps divide the axes of a contribution that the result has, too.
 
-    `cuts` divide the looked-up axis; a contribution has no other axis along their mesh dimensions.
-    The sum is divided like the result of the lookup, as far as one communication does this:
-
-    - An axis along which the table is divided keeps this division, so that nobody gathers the
-      table. The sum is smaller as a rule, and is communicated instead.
-    - Blocks that the sum makes may be divided further only afterwards.
-    - If a stream loop computes the result in steps, the sum has all divisions of the result.
+    `cuts` divide the looked-up axis; no other axis is divided along their mesh dimensions. An axis
+    along which the table is divided keeps this division, so that nobody gathers the table. The sum
+    is smaller as a rule, and is communicated instead. Otherwise, the axes are divided like those of
+    the result.
     """
     wanted, whole = placement(op.out), op.whole_axes(op.out)
     busy = {cut.ptype for cut in cuts}
     if any(cut.ptype.is_stream for mine in wanted for cut in mine):
         free = (tuple(cut for cut in mine if cut.ptype not in busy) for mine in wanted)
-        return tuple(() if k in whole else mine for k, mine in enumerate(free)), wanted
+        return tuple(() if k in whole else mine for k, mine in enumerate(free))
     pairs = zip(op.table_map(), placement(op.table, DEVICE_TYPES), strict=True)
     fixed = {to: mine for to, mine in pairs if to is not None and to not in whole}
     used = busy.union(cut.ptype for mine in fixed.values() for cut in mine)
-    of_part: list[Cuts] = []
-    of_sum: list[Cuts] = []
+    found: list[Cuts] = []
     for k, mine in enumerate(wanted):
         kept = fixed.get(k, ())
-        rest = mine[len(kept) :] if mine[: len(kept)] == kept else ()
-        free = () if k in whole else tuple(takewhile(lambda c: c.ptype not in used, rest))
-        of_part.append((*kept, *free))
-        scattered = takewhile(lambda c: c.ptype in busy, rest[len(free) :])
-        of_sum.append((*of_part[-1], *scattered))
-    return tuple(of_part), tuple(of_sum)
+        rest = mine[len(kept) :] if mine[: len(kept)] == kept and k not in whole else ()
+        found.append((*kept, *takewhile(lambda cut: cut.ptype not in used, rest)))
+    return tuple(found)
 
 
-def _place_part(op: LookupOp, cuts: Cuts, part: TensorView, of_part: Placement) -> None:
+def _place_part(op: LookupOp, cuts: Cuts, part: TensorView) -> None:
     """Divides the contribution `part` over devices: its first new axes by `cuts`.
 
-    The other axes are divided by `of_part`, and by steps of a stream loop if it computes an operand
-    in steps.
+    The other axes are divided as `_placement_of_part` says, and by the steps of a stream loop if it
+    computes an operand in steps.
     """
     out, divided = op.out, range(op.axis, op.axis + len(cuts))
     numbers = [part.domain.no_reductions[k].number for k in divided]
@@ -186,7 +178,7 @@ def _place_part(op: LookupOp, cuts: Cuts, part: TensorView, of_part: Placement) 
     kept = [a for a in part.domain.no_reductions if a.number not in numbers]
     for number, cut in zip(numbers, cuts, strict=True):
         add_cuts(part, number, (replace(cut, whole=True),))
-    for axis, mine in zip(kept, of_part, strict=True):
+    for axis, mine in zip(kept, _placement_of_part(op, cuts), strict=True):
         add_cuts(part, axis.number, mine)
     twins = {a.number: b for a, b in zip(out.domain.no_reductions, kept, strict=True)}
     for index, operand in tensor_operands(op):

@@ -7,12 +7,13 @@ records (`Fusion.origins`), which `python -m hostir why` prints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.fusion import Fusion, TensorOp, TensorView
-from fuser.ir.ops.nodes import Reshard
+from fuser.ir.ops.lookup import LookupOp
+from fuser.ir.ops.nodes import ReductionOp, Reshard
 from fuser.ir.provenance import How, Origin
 from fuser.passes.view_ops import is_copy
 from multidevice.sharding.placement import axis_cuts
@@ -86,6 +87,20 @@ def _dimension(tv: TensorView, number: int) -> int | None:
 
 
 # ------------------------------------------------------------------ changes of placement
+def record_masked_lookup(op: LookupOp, total: ReductionOp) -> None:
+    """Records that `total` adds up, along each mesh dimension, the parts of the lookup `op`.
+
+    Called when decomposition replaces the lookup by lookups in the parts of its table.
+    """
+    fusion, table, out = op.out.fusion, op.table.number, total.out
+    rows = [
+        Origin(out.number, "cut", "lookup", table, op.name, op.where, axis.ptype)
+        for axis in out.domain.logical
+        if axis.is_reduction()
+    ]
+    fusion.origins = (*fusion.origins, *rows)
+
+
 def record_reshardings(fusion: Fusion) -> None:
     """Records the reason for every `Reshard` op (a change of the division over devices).
 
@@ -117,6 +132,9 @@ def _summed(op: Reshard, sums: _Sums) -> Iterator[Origin]:
     `sums` has the records of all summed axes. Yields nothing unless decomposition has split an op
     of the user into partial sums and `op`.
     """
+    if (lookup := _lookup_behind(fusion, op)) is not None:
+        yield replace(lookup, tensor=op.out.number)
+        return
     maker = _behind(op)
     if maker is None:
         return
@@ -128,10 +146,26 @@ def _summed(op: Reshard, sums: _Sums) -> Iterator[Origin]:
             yield replace(rows[place], tensor=op.out.number)
 
 
+def _lookup_behind(fusion: Fusion, op: Reshard) -> Origin | None:
+    """Returns the record about the lookup whose parts the communication `op` adds, if there is one.
+
+    Several communications in sequence may add them; the record is about the last one.
+    """
+    rows = {(r.tensor, r.ptype): r for r in fusion.origins if r.how == "lookup"}
+    at: TensorOp | None = op
+    while isinstance(at, Reshard):
+        if (row := rows.get((at.out.number, op.ptypes[0]))) is not None:
+            return row
+        at = next(iter(at.out.uses()), None)
+    return None
+
+
 def _reason(fusion: Fusion, op: Reshard, known: set[int]) -> Origin:
     out, source = op.out, op.inp.number
     maker = _behind(op)
     if op.reduction is not None:
+        if (row := _lookup_behind(fusion, op)) is not None:
+            return Origin(out.number, "placement", "sum", source, row.op, row.where)
         return _placement(out, "sum", source, maker)
     if out.number not in known:
         update = next((a for a in fusion.aliases if a.out is out), None)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from fuser import FusionDefinition, Replicate, Shard, ops, shard
+from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import TensorView
 from fuser.ir.provenance import read_origin
 from fuser.ir.types import ParallelType
@@ -335,6 +336,29 @@ def test_each_communication_has_its_placements_annotations_and_cost(
         "cost": "24.000 kB from each rank, among 2 ranks along mesh_x; 240.0 us alone on plain",
         "instead": "Allreduce + LocalSlice, 48.000 kB from each rank, 2.0 times as much",
     }
+
+
+def looked_up() -> None:
+    table = cast("TensorView", tensor(-1, 6))
+    shard(table, DeviceMesh(MESH), [Shard(0)])  # cut of the table
+    index = cast("TensorView", ops.cast(tensor(-1), DataType.Int))
+    rows = cast("TensorView", ops.embedding_fwd(index, table))  # lookup
+    shard(rows, DeviceMesh(MESH), [Shard(1)])  # cut of the columns
+    out(rows)
+
+
+def test_the_sum_of_a_divided_lookup_names_the_lookup_and_the_table() -> None:
+    program = read_back(looked_up, (8, 6), (4,))
+    (line,) = (line for line in explain(program, "all") if "ReduceScatter" in line)
+    lookup = f"embedding_fwd at {at('lookup')}"
+    assert f"because {lookup} looks up along an axis that is cut by mesh_x (from T0" in line
+    assert f"annotated by the user at {at('cut of the table')}" in line
+    scatter = details(program, i0=8)[-1]
+    assert scatter["placement"] == "partial sums over mesh_x -> axis 1 split over mesh_x"
+    assert scatter["annotated"] == f"{at('cut of the table')}, {at('cut of the columns')}"
+    result = program.outputs[0]
+    lines = explain(program, f"T{result.number}")
+    assert any("is looked up along an axis that mesh_x cuts: from T0" in text for text in lines)
 
 
 def largest() -> None:
