@@ -31,6 +31,7 @@ COLLECTIVES = {
     "attention_by_heads": {"Allreduce": 1},
     "sharded_dropout": {},
     "pipeline_handover": {"send": 1, "recv": 1},
+    "vocab_parallel_loss": {"Allreduce": 4},
 }
 
 

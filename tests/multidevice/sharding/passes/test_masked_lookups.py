@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from fuser import FusionDefinition, Replicate, Shard, TensorView, shard
+from fuser.ir.op import walk
 from fuser.multidevice import DeviceMesh, shard_tensor, simulate
+from fuser.support.errors import FuserError
+from hostir.ir.ops import Communication
 from hostir.ir.parser import parse
 from hostir.ir.program import equal
 from tests.support.lookup_programs import draw, draw_index, gather, index_select, take_along
@@ -224,6 +227,47 @@ def test_logits_that_a_linear_layer_has_divided_are_not_gathered() -> None:
     assert "type=Allreduce" in line
 
 
+# ------------------------------------------------------------------ losses
+def own_loss(fd: FusionDefinition, logits: TensorView, target: TensorView) -> TensorView:
+    shifted = fd.ops.sub(logits, fd.ops.max(logits, [1], keepdim=True))
+    total = fd.ops.log(fd.ops.sum(fd.ops.exp(shifted), 1, keepdim=True))
+    column = fd.ops.broadcast(target, [False, True])
+    return fd.ops.mean(fd.ops.sub(total, fd.ops.take_along_axis(shifted, column, 1)))
+
+
+def loss_of_log_softmax(fd: FusionDefinition, logits: TensorView, target: TensorView) -> TensorView:
+    column = fd.ops.broadcast(target, [False, True])
+    return fd.ops.neg(fd.ops.mean(fd.ops.gather(fd.ops.log_softmax(logits, 1), column, 1)))
+
+
+def loss_of_op(fd: FusionDefinition, logits: TensorView, target: TensorView) -> TensorView:
+    return fd.ops.cross_entropy(logits, target)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("build", [own_loss, loss_of_log_softmax, loss_of_op])
+def test_a_cross_entropy_of_divided_logits_reduces_three_numbers_per_token(
+    build: Callable[..., Any], static: bool
+) -> None:
+    logits, target = draw((6, 8), torch.float64), draw_index((6,), 8)
+
+    def on_rank() -> list[tuple[str, str, int]]:
+        with FusionDefinition() as fd:
+            given = [list(x.shape) if static else [-1] * x.ndim for x in (logits, target)]
+            x = fd.define_tensor(given[0], True, logits.dtype)
+            shard(x, DeviceMesh(range(4)), [S(1)])
+            fd.add_output(build(fd, x, fd.define_tensor(given[1], True, target.dtype)))
+        (loss,) = fd.execute([shard_tensor(logits, x), target])
+        torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, target))
+        found = (op for op in walk(fd.fec.host_program().ops) if isinstance(op, Communication))
+        axes = ((op, op.out.domain.no_reductions) for op in found)
+        return [(op.type, op.red_op, sum(not a.is_broadcast for a in mine)) for op, mine in axes]
+
+    with simulate(4) as world:
+        found = world.run(on_rank)[0]
+    assert found == [("Allreduce", kind, 1) for kind in ("MAX", "SUM", "SUM")]
+
+
 @pytest.mark.parametrize(("count", "types"), [(3, ["Allreduce"]), (5, ["Allgather"])])
 def test_a_table_that_propagation_divided_is_gathered_where_fewer_elements_are_sent(
     count: int, types: list[str]
@@ -300,6 +344,26 @@ def test_an_index_outside_of_the_table_gives_what_an_undivided_table_gives(
     expected = torch.where(is_inside[:, None], table[index.clamp(0, 7).long()], missing)
     for placed in ([R], [S(0)]):
         check(embedding, expected, table, index, LINE, ([S(0)], [R], placed))
+
+
+def test_the_checked_mode_raises_for_no_index_of_another_part() -> None:
+    """An index outside of the whole table raises, as without a division."""
+    table = draw((8, 3), torch.float32)
+
+    def on_rank(index: torch.Tensor) -> torch.Tensor:
+        with FusionDefinition() as fd:
+            t = fd.define_tensor([-1, 3], True, table.dtype)
+            shard(t, DeviceMesh(LINE), [S(0)])
+            i = fd.define_tensor([-1], True, index.dtype)
+            fd.add_output(fd.ops.embedding_fwd(i, t))
+        return fd.execute([shard_tensor(table, t), index], _enable_options=["checked"])[0]
+
+    inside = torch.tensor([0, 7, 3, 4])
+    with simulate(2) as world:
+        for found in world.run(on_rank, inside):
+            assert_same_bits(found, table[inside])
+        with pytest.raises(FuserError, match="is out of range for an axis of 4 elements"):
+            world.run(on_rank, torch.tensor([0, 9]))
 
 
 @pytest.mark.parametrize("static", [False, True])
