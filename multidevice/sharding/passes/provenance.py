@@ -7,7 +7,7 @@ records (`Fusion.origins`), which `python -m hostir why` prints.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from fuser.ir.axis_graph import tensor_operands
