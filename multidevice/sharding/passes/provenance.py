@@ -15,6 +15,7 @@ from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.ops.lookup import LookupOp
 from fuser.ir.ops.nodes import ReductionOp, Reshard
 from fuser.ir.provenance import How, Origin
+from fuser.ir.types import ParallelType
 from fuser.passes.view_ops import is_copy
 from multidevice.sharding.placement import axis_cuts
 from multidevice.sharding.propagation import Fact
@@ -112,9 +113,15 @@ def record_reshardings(fusion: Fusion) -> None:
     for place, row in enumerate(fusion.origins):
         if row.what == "cut" and row.axis is None and row.source is not None:
             sums.setdefault((row.source, row.op), {})[place] = row
+    lookups = {(row.tensor, row.ptype): row for row in fusion.origins if row.how == "lookup"}
     rows: list[Origin] = []
     for op in fusion.exprs:
-        if isinstance(op, Reshard):
+        if not isinstance(op, Reshard):
+            continue
+        lookup = _lookup_behind(op, lookups)
+        if lookup is not None:
+            rows += _parts_of_lookup(op, lookup)
+        else:
             rows.append(_reason(fusion, op, known))
             if op.reduction is not None and op.out.number not in known:
                 rows += _summed(op, sums)
@@ -132,9 +139,6 @@ def _summed(op: Reshard, sums: _Sums) -> Iterator[Origin]:
     `sums` has the records of all summed axes. Yields nothing unless decomposition has split an op
     of the user into partial sums and `op`.
     """
-    if (lookup := _lookup_behind(fusion, op)) is not None:
-        yield replace(lookup, tensor=op.out.number)
-        return
     maker = _behind(op)
     if maker is None:
         return
@@ -146,26 +150,33 @@ def _summed(op: Reshard, sums: _Sums) -> Iterator[Origin]:
             yield replace(rows[place], tensor=op.out.number)
 
 
-def _lookup_behind(fusion: Fusion, op: Reshard) -> Origin | None:
+def _lookup_behind(
+    op: Reshard, lookups: Mapping[tuple[int, ParallelType | None], Origin]
+) -> Origin | None:
     """Returns the record about the lookup whose parts the communication `op` adds, if there is one.
 
-    Several communications in sequence may add them; the record is about the last one.
+    Several communications in sequence may add them; the record is about the last one. `lookups` has
+    the records about lookups by tensor and mesh dimension.
     """
-    rows = {(r.tensor, r.ptype): r for r in fusion.origins if r.how == "lookup"}
-    at: TensorOp | None = op
+    at: TensorOp | None = op if op.reduction is not None and lookups else None
     while isinstance(at, Reshard):
-        if (row := rows.get((at.out.number, op.ptypes[0]))) is not None:
+        if (row := lookups.get((at.out.number, op.ptypes[0]))) is not None:
             return row
         at = next(iter(at.out.uses()), None)
     return None
+
+
+def _parts_of_lookup(op: Reshard, lookup: Origin) -> Iterator[Origin]:
+    """Yields the records about the communication `op`, which adds parts of the lookup `lookup`."""
+    yield Origin(op.out.number, "placement", "sum", op.inp.number, lookup.op, lookup.where)
+    if op.out.number != lookup.tensor:
+        yield replace(lookup, tensor=op.out.number)
 
 
 def _reason(fusion: Fusion, op: Reshard, known: set[int]) -> Origin:
     out, source = op.out, op.inp.number
     maker = _behind(op)
     if op.reduction is not None:
-        if (row := _lookup_behind(fusion, op)) is not None:
-            return Origin(out.number, "placement", "sum", source, row.op, row.where)
         return _placement(out, "sum", source, maker)
     if out.number not in known:
         update = next((a for a in fusion.aliases if a.out is out), None)
