@@ -16,6 +16,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hostir import NUMBER_OF_STREAMS, HostIrContainer, explain
+from hostir.cost.machine_model import H200
+from hostir.cost.report import predict
+from hostir.cost.simulator import simulated_schedule
+from hostir.lowering.input_class import symbol_values
 from multidevice import simulate
 from tests.repository.documents import blocks
 
@@ -72,8 +77,39 @@ def test_an_example_of_several_ranks(
     printed = capsys.readouterr().out
     assert sorted(re.findall(r"^rank (\d): ", printed, re.MULTILINE)) == [*map(str, range(ranks))]
     fd = results[0]["on_all_ranks" if name == "sharded_dropout" else "fd"]
-    kinds = re.findall(r"\(type=(\w+)", str(fd.fec.host_program()))
+    program = fd.fec.host_program()
+    kinds = re.findall(r"\(type=(\w+)", str(program))
     assert Counter(kinds) == (COLLECTIVES[name] if ranks > 1 else {})
+    why = communications_explained(program)
+    assert Counter(type_ for type_, _ in why) == Counter(kinds)
+    for _, details in why:
+        check_explanation(name, ranks, details)
+
+
+def communications_explained(program: HostIrContainer) -> list[tuple[str, dict[str, str]]]:
+    """Returns the type of each collective, and what `hostir why` says about it, by name."""
+    values = {**symbol_values(program, {}), NUMBER_OF_STREAMS: 4}
+    costs = predict(program, simulated_schedule(program, values, H200))
+    found: list[tuple[str, dict[str, str]]] = []
+    for line in explain(program, "all", costs):
+        if line.startswith("  "):
+            name, _, text = line.strip().partition(": ")
+            found[-1][1][name] = text
+        elif started := re.match(r"Communication \d+ \((\w+) of .*because ", line):
+            found.append((started[1], {}))
+    return found
+
+
+def check_explanation(name: str, ranks: int, details: dict[str, str]) -> None:
+    """Checks that the words about a collective name placements, the example's lines and costs."""
+    assert [*details] == ["placement", "annotated", "cost", "instead"]
+    before, _, after = details["placement"].partition(" -> ")
+    words = r"(replicated|((partial sums|axis \d split) over mesh_x(, )?)+)"
+    assert re.fullmatch(words, before) and re.fullmatch(words, after) and before != after
+    lines = details["annotated"].split(", ")
+    assert all(re.search(rf"/{name}\.py:\d+$", line) for line in lines)
+    assert re.match(rf"\d.* from each rank, among {ranks} ranks along mesh_x; ", details["cost"])
+    assert re.match(r"no other sequence|(\w+ \+ )+\w+, .* as much$", details["instead"])
 
 
 def test_rms_norm_is_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
