@@ -25,7 +25,7 @@ from torch.autograd import profiler as torch_profiler
 from fuser.frontend import implicit_inputs
 from fuser.frontend.implicit_inputs import Autograd, Draws, FloatSizes, HostScalars, T
 from fuser.frontend.inspection import Inspection, Watching
-from fuser.frontend.planned_job import Job, planned_job, stand_ins
+from fuser.frontend.planned_job import Job, on_mesh, planned_job, stand_ins
 from fuser.frontend.profiler import PROFILERS, profiler_here
 from fuser.frontend.program_cache import (
     MAX_DECLINED,
@@ -725,6 +725,10 @@ class FusionExecutorCache(Watching, Inspection):
         The job need not exist. `inputs` has the shape of each whole tensor, and the value of each
         number (`hostir.program_for`).
         """
+        if described.mesh is not None:
+            moved = on_mesh(self._defined, described.mesh)
+            cache = self if moved is self._defined else FusionExecutorCache(moved)
+            return cache.lower_for_job(inputs, replace(described, mesh=None))
         job, device = planned_job(self._fusion, described), torch.device(described.device)
         given = self._completed(stand_ins(self._defined, inputs))
         values = self._binder.values(given)

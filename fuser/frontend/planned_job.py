@@ -1,25 +1,28 @@
-"""The job for which `hostir.program_for` lowers a definition: ranks that nobody has started, and
-inputs without memory.
+"""The job for which `hostir.program_for` lowers a definition: ranks that nobody has started, on the
+definition's mesh or on another one, and inputs without memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from fuser.ir.binding import Argument
+from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.memory_layout import declared_order, expanded_positions
 from fuser.ir.scalar import constructors as sc
+from fuser.ir.types import DEVICE_TYPES
 from fuser.support.arguments import Mismatch, take_integer
-from fuser.support.errors import InputError, ShardingError, user_code
+from fuser.support.errors import InputError, ShardingError, UnsupportedError, user_code
 from fuser.support.inputs import check_count
 from multidevice.coordination.bounded_wait import Team
-from multidevice.sharding.queries import local_sizes, requested_devices
+from multidevice.sharding.placement import add_cuts, axis_cuts, unparallelize
+from multidevice.sharding.queries import has_streams, local_sizes, requested_devices
 
 if TYPE_CHECKING:
     from hostir.cost.rank_program import JobDescription
@@ -134,6 +137,58 @@ def planned_job(fusion: Fusion, described: JobDescription) -> PlannedJob:
             f"choose a rank of {' or '.join(meshes)}"
         )
     return PlannedJob(described, devices[-1] + 1)
+
+
+# ----------------------------------------------------------------------
+# Another mesh.
+
+
+def on_mesh(fusion: Fusion, mesh: DeviceMesh) -> Fusion:
+    """Returns a copy of a fusion in which `mesh` replaces the fusion's only mesh. If the two are
+    equal, returns the fusion itself.
+
+    Each axis is divided along the same mesh dimensions as before, into as many parts as `mesh` has
+    devices along them.
+
+    Raises:
+        ShardingError: the fusion has several meshes or none, or a mesh with another number of
+            dimensions.
+        UnsupportedError: the user divided an axis over streams, or wrote the number of devices into
+            an extent or a memory layout.
+    """
+    meshes = list(dict.fromkeys(tv.mesh for tv in fusion.tensors() if tv.mesh is not None))
+    if meshes == [mesh]:
+        return fusion
+    if len(meshes) != 1 or meshes[0].ndim != mesh.ndim:
+        names = " and ".join(map(str, meshes)) or "none"
+        raise ShardingError(
+            f"{mesh} can replace one mesh of {mesh.ndim} dimension{'s' if mesh.ndim > 1 else ''}, "
+            f"but the definition has {names}: write the definition on {mesh}"
+        )
+    if has_streams(fusion):
+        raise UnsupportedError(
+            "the definition divides axes over streams, for which the number of devices counts: "
+            f"write the definition on {mesh}"
+        )
+    copy, _ = fusion.copy()
+    for tv in copy.tensors():
+        if tv.mesh is not None:
+            _move(tv, mesh)
+    return copy
+
+
+def _move(tv: TensorView, mesh: DeviceMesh) -> None:
+    """Divides a tensor over the devices of another mesh, along the same dimensions."""
+    found = axis_cuts(tv, DEVICE_TYPES)
+    if declared_order(tv) is None or any(cut.whole for cuts in found.values() for cut in cuts):
+        raise UnsupportedError(
+            f"{tv.label} has an extent or a memory layout with the number of devices of {tv.mesh}: "
+            f"write the definition on {mesh}{user_code(tv.user_line())}"
+        )
+    unparallelize(tv, lambda axis: axis.is_device)
+    tv.mesh = mesh
+    for number, cuts in found.items():
+        add_cuts(tv, number, tuple(replace(c, count=mesh.size_of(c.ptype)) for c in cuts))
 
 
 # ----------------------------------------------------------------------

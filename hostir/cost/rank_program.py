@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
+from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.scalar.constructors import Number, Symbol
+from fuser.ir.shard_annotation import mesh_of
 from fuser.support.arguments import checked
 from fuser.support.errors import InputError
 from hostir.analysis.preflight import check_before_run
@@ -44,6 +46,7 @@ class JobDescription:
     - `ranks_per_host`: ranks 0 to `ranks_per_host` - 1 are on the first host. Communication and
       computation are only made to overlap if all ranks are on one host.
     - `machine`: the machine by whose speeds overlap is decided.
+    - `mesh`: the mesh that replaces the mesh of the definition; None keeps the definition's meshes.
     """
 
     rank: int
@@ -51,6 +54,7 @@ class JobDescription:
     library: str
     ranks_per_host: int
     machine: Machine
+    mesh: DeviceMesh | None = None
 
 
 class Definition(Protocol):
@@ -145,6 +149,7 @@ class RankProgram:
 @checked
 def program_for(
     definition: Any,
+    mesh: Any = None,
     *,
     rank: int = 0,
     inputs: Sequence[Any] | None = None,
@@ -163,7 +168,10 @@ def program_for(
         planned.peak_nbytes, planned.sent_along, planned.predict("h200").seconds
 
     - `definition`: a `FusionDefinition` with tensors on a mesh.
-    - `rank`: a rank of the definition's meshes.
+    - `mesh`: a mesh that replaces the definition's only one, with as many dimensions. Axes are
+      divided along the same dimensions. So one definition can be compared on many meshes. By
+      default, the meshes are those of the definition.
+    - `rank`: a rank of these meshes.
     - `inputs`: for each input of the definition, the shape of the whole tensor (not of a shard), or
       the value of a number. An entry may be None if the definition gives all extents as numbers. If
       all entries would be None, `inputs` may be left out. Shards are dense, in the memory order
@@ -180,8 +188,10 @@ def program_for(
     Raises:
         InputError: `inputs` is missing or does not fit the definition, or there is no such library
             or machine.
-        ShardingError: the definition names no mesh, no mesh contains `rank`, or a mesh does not
-            divide an axis.
+        ShardingError: the definition names no mesh, `mesh` cannot replace its meshes, no mesh
+            contains `rank`, or a mesh does not divide an axis.
+        UnsupportedError: `mesh` is given, and the definition depends on the number of devices by
+            more than its annotations.
         VerifyError: the program has a race, or the communications of the ranks do not match.
     """
     library = _USUAL_LIBRARY[device] if backend is None else backend.upper()
@@ -195,7 +205,8 @@ def program_for(
             raise InputError(f"{name} = {number}: expected a number of at least 1")
     if not isinstance(machine, Machine):
         machine = find_machine(usual_machine() if machine is None else machine)
-    job = JobDescription(rank, device, library, ranks_per_host, machine)
+    other = None if mesh is None else mesh_of(mesh)
+    job = JobDescription(rank, device, library, ranks_per_host, machine, other)
     program, sizes = _definition(definition).lower_for_job(inputs, job)
     values = {**sizes, NUMBER_OF_STREAMS: number_of_streams, RANK: rank}
     check_before_run(program, values, rank=rank)

@@ -4,6 +4,7 @@ hand.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import hostir
 from fuser import (
     DataType,
     FusionDefinition,
+    ParallelType,
     Replicate,
     Shard,
     define_scalar,
@@ -25,7 +27,7 @@ from fuser import (
 from fuser.frontend import executor_cache
 from fuser.frontend.program_cache import ProgramCache
 from fuser.ir.fusion import TensorView
-from fuser.support.errors import InputError, ShardingError
+from fuser.support.errors import InputError, ShardingError, UnsupportedError
 from multidevice import Communicator, DeviceMesh
 from tests.support.host_programs import CASES
 
@@ -190,6 +192,69 @@ def test_overlap_needs_all_ranks_on_one_host() -> None:
     assert "FOR" not in text(4, ranks_per_host=2) and "FOR" not in text(16)
     assert "FOR" not in text(4, device="cpu")
     assert "backend=NCCL" in text(16) and "backend=MPI" in text(16, device="cpu")
+
+
+# ------------------------------------------------------------------ another mesh
+def without_axis_numbers(text: str) -> str:
+    """Returns a program's text without the numbers of axes, which count all axes ever made."""
+    return re.sub(r"((?:[irb]S|[ir]deviceIdx\.[xyz]|istreamIdx)\d*?)\d+\{", r"\1{", text)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 8), (8, 64), (256, 64)])
+def test_a_definition_is_lowered_for_another_mesh(shape: tuple[int, int]) -> None:
+    written, mesh = mlp(mesh_of(2, 2)), mesh_of(*shape)
+    rank = mesh.size - 1
+    moved = hostir.program_for(written, mesh, inputs=SHAPES, rank=rank)
+    direct = hostir.program_for(mlp(mesh), inputs=SHAPES, rank=rank)
+    assert without_axis_numbers(str(moved.program)) == without_axis_numbers(str(direct.program))
+    assert (moved.peak_nbytes, moved.sent_along) == (direct.peak_nbytes, direct.sent_along)
+    # The definition itself stays on its mesh.
+    again = hostir.program_for(written, inputs=SHAPES)
+    assert again.program.devices() == (0, 1, 2, 3)
+    same = hostir.program_for(written, mesh_of(2, 2), inputs=SHAPES)
+    assert same.program.full_text() == again.program.full_text()
+
+
+def test_nested_divisions_and_other_ranks_are_moved() -> None:
+    mesh, other = mesh_of(2, 2), DeviceMesh([[7, 5, 3], [1, 9, 11]])
+
+    def nested(on: DeviceMesh) -> FusionDefinition:
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([-1, 8], contiguity=True, mesh=on, placements=[Shard(0)] * 2)
+            y = fd.ops.exp(x)
+            shard(y, on, [Replicate(), Replicate()])
+            fd.add_output(y)
+        return fd
+
+    inputs = [(12, 8)]
+    moved = hostir.program_for(nested(mesh), other, inputs=inputs, rank=9, device="cpu")
+    direct = hostir.program_for(nested(other), inputs=inputs, rank=9, device="cpu")
+    assert without_axis_numbers(str(moved.program)) == without_axis_numbers(str(direct.program))
+    assert moved.input_nbytes == 2 * 8 * 4 and moved.sent_along == direct.sent_along
+
+
+def test_meshes_that_cannot_be_replaced_are_refused() -> None:
+    with pytest.raises(ShardingError, match=r"can replace one mesh of 1 dimension, but .* has Dev"):
+        hostir.program_for(mlp(mesh_of(2, 2)), [0, 1], inputs=SHAPES)
+    with pytest.raises(ShardingError, match="rank 5 is on no mesh"):
+        hostir.program_for(mlp(mesh_of(2, 2)), mesh_of(1, 4), inputs=SHAPES, rank=5)
+    with pytest.raises(ShardingError, match="not divisible by the 3 devices"):
+        hostir.program_for(mlp(mesh_of(2, 2)), mesh_of(3, 1), inputs=SHAPES)
+
+    def by_hand(ptype: ParallelType) -> FusionDefinition:
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([2, 8], contiguity=True)
+            x.set_device_mesh([0, 1])
+            y = fd.ops.neg(x)
+            y.set_device_mesh([0, 1])
+            y.axis(0).parallelize(ptype)
+            fd.add_output(y)
+        return fd
+
+    with pytest.raises(UnsupportedError, match="extent or a memory layout with the number"):
+        hostir.program_for(by_hand(ParallelType.mesh_x), [0, 1, 2, 3])
+    with pytest.raises(UnsupportedError, match="divides axes over streams"):
+        hostir.program_for(by_hand(ParallelType.stream), [0, 1, 2, 3])
 
 
 # ------------------------------------------------------------------ what is refused
