@@ -11,6 +11,7 @@ Files, in reading order:
 - `fusion_cache`: lets equal definitions share their programs, within bounds.
 - `implicit_inputs`: seeds, CPU scalars and tensors with gradients.
 - `planned_job`: the job and the inputs for which `hostir.program_for` lowers.
+- `uneven_shards`: pads shards that are shorter than those of other ranks.
 - `dtensors`: torch's DTensors as inputs and outputs.
 - `validation`: comparison of results with torch's, with tolerances.
 - `python_printer`: a definition as Python: `repr`, schedules, scripts that reproduce an error.

@@ -7,8 +7,9 @@ several mesh dimensions split one axis, the first of them splits it outermost, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakSet
 
@@ -35,6 +36,7 @@ from multidevice.job.agreement import Prepared
 from multidevice.job.communicator import Communicator
 from multidevice.job.shard_tensor import in_declared_order
 from multidevice.sharding.placement import Placement, cut_line, placement
+from multidevice.sharding.queries import UnevenAxis, uneven_positions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -76,9 +78,14 @@ def prepare_dtensors(
     meshes = [v.device_mesh for v in given if _is_dtensor(v)]
     makers = [_maker(i, mesh, meshes, names, cache.devices) for i, (mesh, _) in enumerate(places)]
 
+    uneven = [s.uneven for s in program.output_shardings]
+
     def run_on_shards() -> list[DTensor]:
-        found = zip(run(), makers, places, strict=True)
-        return [_dtensor(local, make(local.device.type), axes) for local, make, (_, axes) in found]
+        found = zip(run(), makers, places, uneven, strict=True)
+        return [
+            _dtensor(local, make(local.device.type), axes, blocks)
+            for local, make, (_, axes), blocks in found
+        ]
 
     return run_signature, numbers, run_on_shards
 
@@ -178,12 +185,18 @@ def _check_placed(position: int, tv: TensorView, value: Any) -> None:
             f"{_placements_text(axes)}: redistribute the DTensor, or shard the input of the fusion "
             f"in the same way{where}"
         )
+    uneven = uneven_positions(tv)
     for axis, size in enumerate(value.shape):
         parts = [n for a, n in zip(axes, shape, strict=True) if a == axis]
-        if parts and size % (count := int(torch.tensor(parts).prod())):
+        if axis in uneven and uneven[axis].extent != size:
+            raise DTensorError(
+                f"{what} has extent {uneven[axis].extent} along axis {axis} in the fusion, but the "
+                f"DTensor has size {size}{where}"
+            )
+        if parts and axis not in uneven and size % (count := prod(parts)):
             raise DTensorError(
                 f"{what} has size {size} along axis {axis}, which is not a multiple of its {count} "
-                f"devices: all shards must have the same size{where}"
+                f"devices: define the input with the constant extent {size}, or pad it{where}"
             )
 
 
@@ -359,11 +372,33 @@ def _made_mesh(mesh: DeviceMesh, names: tuple[str, ...] | None, kind: str) -> To
     return found
 
 
-def _dtensor(local: torch.Tensor, mesh: TorchMesh, axes: Axes) -> DTensor:
+def _dtensor(
+    local: torch.Tensor, mesh: TorchMesh, axes: Axes, uneven: Mapping[int, UnevenAxis]
+) -> DTensor:
+    """Returns a DTensor of which this rank stores `local`.
+
+    `axes` has the axis that each mesh dimension splits. `uneven` has the axes that are split into
+    unequal blocks; torch cannot compute their extents from one rank's shard.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     placed = [Replicate() if axis is None else Shard(axis) for axis in axes]
-    return DTensor.from_local(local, mesh, placed, run_check=False)
+    if not uneven:
+        return DTensor.from_local(local, mesh, placed, run_check=False)
+    counts = [
+        prod(n for a, n in zip(axes, mesh.mesh.shape, strict=True) if a == position)
+        for position in range(local.dim())
+    ]
+    shape = tuple(
+        uneven[p].extent if p in uneven else size * counts[p] for p, size in enumerate(local.shape)
+    )
+    strides, step = [0] * local.dim(), 1
+    # The whole tensor has the memory order of the shard.
+    for p in sorted(range(local.dim()), key=lambda p: (local.stride(p), -p)):
+        strides[p], step = step, step * max(shape[p], 1)
+    return DTensor.from_local(
+        local, mesh, placed, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+    )
 
 
 # ------------------------------------------------------------------ words

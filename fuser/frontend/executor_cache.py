@@ -38,6 +38,7 @@ from fuser.frontend.program_cache import (
     status_lines,
     why_never,
 )
+from fuser.frontend.uneven_shards import UnevenShards
 from fuser.ir.binding import (
     Argument,
     Contents,
@@ -117,6 +118,7 @@ class FusionExecutorCache(Watching, Inspection):
         fusion = fusion if self._scalars is None else self._scalars.fusion
         self._float_sizes = FloatSizes.of(fusion)
         fusion = fusion if self._float_sizes is None else self._float_sizes.fusion
+        self._uneven = UnevenShards.of(fusion)
         self._draws = Draws.of(fusion)
         self._fusion = fusion = fusion if self._draws is None else self._draws.fusion
         self._fusion_id = fusion_id
@@ -152,8 +154,8 @@ class FusionExecutorCache(Watching, Inspection):
         self._names = input_names(self._defined.inputs, self._defined.exprs)
         for further in (self._float_sizes, self._draws):
             self._names = (*self._names, *(() if further is None else further.names))
-        # Whether the program's inputs differ from those of the definition.
-        stages = (self._scalars, self._float_sizes, self._draws)
+        # Whether the program's inputs or results differ from those of the definition.
+        stages = (self._scalars, self._float_sizes, self._draws, self._uneven)
         self._has_own_inputs = any(stage is not None for stage in stages)
         self._numbers = sorted(self._free) if self.devices else []
 
@@ -416,10 +418,21 @@ class FusionExecutorCache(Watching, Inspection):
         """Returns the inputs of the program, from the inputs that the caller passed.
 
         CPU tensors without axes are replaced by their values. Sizes that are computed from floats
-        are appended, because the program has inputs for them.
+        are appended, because the program has inputs for them. Shards that are shorter than those of
+        other ranks are padded.
         """
         inputs = inputs if self._scalars is None else self._scalars.read(inputs)
-        return inputs if self._float_sizes is None else self._float_sizes.complete(inputs)
+        inputs = inputs if self._float_sizes is None else self._float_sizes.complete(inputs)
+        if self._uneven is None:
+            return inputs
+        return self._uneven.padded(inputs, Communicator.instance().rank())
+
+    def _cut(self, call: CallCacheEntry, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the results of a run of `call` without the padding of uneven shards."""
+        if self._uneven is None:
+            return list(outputs)
+        shardings = call.bound.program.output_shardings
+        return self._uneven.cut(outputs, shardings, call.communicator.rank())
 
     def _completed(self, inputs: Iterable[object]) -> list[Argument]:
         """Returns the inputs of the program (including seeds and computed sizes), from the inputs
@@ -506,6 +519,7 @@ class FusionExecutorCache(Watching, Inspection):
             inputs = self._autograd.resolved(inputs)
             places = None if places is None else call.known.contents.check(inputs)
         outputs = call.bound.evaluator.run_entry(call.known, inputs, places, are_apart)
+        outputs = outputs if self._uneven is None else self._cut(call, outputs)
         if call is self._latest:
             self._steady = call.steady
             call.runs_left -= 1

@@ -35,6 +35,7 @@ from multidevice.job.communicator import Communicator
 from multidevice.sharding.queries import Sharding
 
 if TYPE_CHECKING:
+    from hostir.profiling.profiler import Profiled
     from hostir.profiling.timeline import Trace
     from hostir.profiling.tracer import Asked
 
@@ -348,7 +349,7 @@ for _name, _advice in INSTEAD_OF_NVFUSER["fd.fec"].items():
 # ----------------------------------------------------------------------
 # Runs with measurements: traces and profiles.
 
-T = TypeVar("T")
+T = TypeVar("T", "Trace", "Profiled")
 _PROFILED = "// profiled"
 
 
@@ -366,6 +367,7 @@ class Watching:
         _find: Callable[..., tuple[CallCacheEntry, Sequence[Argument], tuple[int, ...] | None]]
         _look: Callable[..., tuple[Iterable[object], Callable[[Callable[[], Any]], Any]]]
         _has_run: Callable[[CallCacheEntry], None]
+        _cut: Callable[[CallCacheEntry, Sequence[torch.Tensor]], list[torch.Tensor]]
 
     def prepare_trace(
         self,
@@ -448,6 +450,8 @@ class Watching:
 
             self._has_run(call)
             resolved = self._autograd.resolved(given)
-            return watched_as_agreed(call.bound.evaluator, take, resolved, asked)
+            taken = watched_as_agreed(call.bound.evaluator, take, resolved, asked)
+            outputs = self._cut(call, taken.outputs)
+            return replace(taken, outputs=type(taken.outputs)(outputs))
 
         return call, (run_signature, numbers, begin(run))

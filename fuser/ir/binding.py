@@ -16,7 +16,15 @@ from fuser.ir.dtypes import misfit
 from fuser.ir.fusion import TensorView
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.scalar.compiled import PythonText
-from fuser.ir.scalar.constructors import Const, Number, Scalar, Symbol, evaluate, symbols
+from fuser.ir.scalar.constructors import (
+    Const,
+    Number,
+    Scalar,
+    Symbol,
+    evaluate,
+    int_value,
+    symbols,
+)
 from fuser.support.errors import (
     FuserError,
     InputError,
@@ -50,6 +58,15 @@ class _Axis:
     def __str__(self) -> str:
         return f"axis {self.position} of {self.tv}"
 
+    @property
+    def padding(self) -> int:
+        """The number of elements by which full blocks exceed the axis; 0 for a symbolic extent.
+
+        The size of an axis that devices split unevenly is that of `blocks` full blocks, less this.
+        """
+        extent = int_value(self.extent)
+        return 0 if extent is None else -extent % self.blocks
+
     def found(self, size: int) -> str:
         """Returns the size `size` of this axis as text, for an error message.
 
@@ -67,10 +84,11 @@ class _Axis:
         """
         if self.blocks == 1:
             return f"size {expected} at axis {self.position}, but got {size}"
-        local, n = expected // self.blocks, self.blocks
+        n = self.blocks
+        local, passed = (expected + self.padding) // n, (size + self.padding) // n
         return (
             f"size {local} at axis {self.position} on this rank ({expected} over {n} ranks), but "
-            f"got {size // n}"
+            f"got {passed}"
         )
 
 
@@ -156,7 +174,7 @@ class Binder:
                     f"tensor of shape {list(given.shape)}{in_ir(declared)}"
                 )
             for axis, local in zip(axes, given.shape, strict=True):
-                size = local * axis.blocks
+                size = local * axis.blocks - axis.padding
                 if isinstance(axis.extent, Symbol) and axis.extent not in values:
                     values[axis.extent] = size
                     source[axis.extent] = axis
@@ -201,7 +219,7 @@ class Binder:
             sizes = [f"n{k}_{axis.position}" for axis in axes]
             lines.append(f"({''.join(f'{n}, ' for n in sizes)}) = {given}.shape")
             for axis, size in zip(axes, sizes, strict=True):
-                size = size if axis.blocks == 1 else f"{size} * {axis.blocks}"
+                size = size if axis.blocks == 1 else f"{size} * {axis.blocks} - {axis.padding}"
                 if isinstance(axis.extent, Symbol):
                     define(axis.extent, size)
                 else:
@@ -250,7 +268,7 @@ class Binder:
                 f"determines {unknown}: define {unknown} as a scalar input, or use a constant "
                 "extent"
             )
-        if axis.blocks > 1 and expected % axis.blocks:
+        if axis.blocks > 1 and expected % axis.blocks and not axis.padding:
             raise ShardingError(
                 f"axis {axis.position} of {tensor_words(axis.tv)} has extent {expected}, which "
                 f"{axis.blocks} ranks cannot share equally; this rank passed a shard of "

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from fuser.ir.domain.axis_path import transforms_between
@@ -32,9 +33,10 @@ from fuser.support.record import record
 
 @record
 class Shard:
-    """The placement that splits axis `dim` into equal parts, one per device along a mesh dimension.
+    """The placement that splits axis `dim` into blocks, one per device along a mesh dimension.
 
-    -1 is the last axis.
+    If n devices split N elements, the blocks have ceil(N / n) elements, and the last ones are
+    shorter or empty, as in torch. -1 is the last axis.
     """
 
     dim: int
@@ -82,7 +84,7 @@ def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorV
 
     Raises:
         ShardingError: the numbers of placements and mesh dimensions differ, an axis does not exist,
-            or the mesh does not divide an axis evenly.
+            an axis of one element is split, or an axis is split unevenly over two mesh dimensions.
         DefinitionError: the tensor is sharded already, or an axis to be sharded was split, merged
             or parallelized.
         UnsupportedError: a placement of torch other than Shard and Replicate was passed, such as
@@ -161,8 +163,8 @@ def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> 
     """Returns, for each mesh dimension, the axis of `tv` that is split over it, or None.
 
     Raises:
-        ShardingError: there is not one placement per mesh dimension, or the mesh does not divide an
-            axis evenly.
+        ShardingError: there is not one placement per mesh dimension; or an axis of one element is
+            split, or an axis is split unevenly over two mesh dimensions.
     """
     if not mesh.devices:
         raise ShardingError(
@@ -176,16 +178,21 @@ def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> 
         )
     dims = tuple(_dim_of(tv, k, placed) for k, placed in enumerate(placements))
     for dim in dict.fromkeys(d for d in dims if d is not None):
-        count, axis = 1, tv.domain.no_reductions[dim]
-        for k, n in enumerate(mesh.shape):
-            count *= n if dims[k] == dim else 1
-        size = sc.int_value(tv.fusion.canonical(axis.size))
-        if size is not None and size % count:
+        axis = tv.domain.no_reductions[dim]
+        counts = [n for k, n in enumerate(mesh.shape) if dims[k] == dim and n > 1]
+        size, count = sc.int_value(tv.fusion.canonical(axis.size)), prod(counts)
+        if size is None or size % count == 0 or (len(counts) == 1 and size != 1):
+            continue
+        if size == 1:
             raise ShardingError(
-                f"shard: axis {dim} of {tv} has {counted(size, 'element')}, which cannot be "
-                f"divided into equal shards for {count} devices of "
-                f"{mesh}{padding_words(size, count)}"
+                f"shard: axis {dim} of {tv} has one element, which ops repeat, so {count} devices "
+                f"of {mesh} cannot divide it: use Replicate()"
             )
+        raise ShardingError(
+            f"shard: axis {dim} of {tv} has {size} elements, which {count} devices along "
+            f"{len(counts)} dimensions of {mesh} cannot divide into equal shards"
+            f"{padding_words(size, count)}, or divide the axis along one mesh dimension"
+        )
     return dims
 
 

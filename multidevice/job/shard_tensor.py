@@ -5,7 +5,7 @@ Also defines the public class `DeviceMesh`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fuser.ir.domain.axis_path import transforms_between
@@ -25,6 +25,7 @@ from fuser.support.errors import (
     user_code,
 )
 from multidevice.sharding.placement import cut_line, is_allocated_per_step
+from multidevice.sharding.queries import UnevenAxis, unsharded_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,8 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) ->
     """Returns this rank's shard of `tensor`, which is the whole value of the fusion's tensor `tv`.
 
     The shard is dense in the memory order that `tv` declares. All elements along an expanded axis
-    share memory.
+    share memory. d devices divide an axis of N elements into blocks of ceil(N / d) elements; the
+    last blocks are shorter or empty.
 
     The shard may be a view of `tensor`: for example if `tensor` is contiguous and cut along its
     first axis, or not cut at all. A write into the shard or the tensor is then visible in both.
@@ -61,7 +63,8 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) ->
     Raises:
         ArgumentError: an argument has the wrong type, or the two arguments are swapped.
         ShardingError: `tv` has no mesh, `tv` is a result without a placement of its own, `tensor`
-            has another number of dimensions than `tv`, or the mesh does not divide an extent.
+            has another number of dimensions than `tv`, or the mesh does not divide an extent that
+            `tv` declares as symbolic.
         UnsupportedError: the axis that is divided over devices is the result of a merge of axes, or
             the tensor is computed in steps, and memory holds only the part of one step at a time.
     """
@@ -103,16 +106,30 @@ def shard_for_rank(
 
     The arguments and errors are those of `shard_tensor`.
     """
-    view, axes, steps = _split_view(tensor, tv)
+    view, axes, steps, uneven = _split_view(tensor, tv)
     assert tv.mesh is not None
     for dim, (_, ptype) in enumerate(axes):
         if ptype is not None:
             view = view.narrow(dim, tv.mesh.coordinate(rank, ptype), 1)
-    shard = _merge_back(view, steps)
+    shard = _uneven_part(_merge_back(view, steps), uneven, tv.mesh, rank)
     stored = in_declared_order(tv, shard)
     if copy and stored.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
         stored = stored_part(tv, stored).clone().expand(shard.shape)
     return stored
+
+
+def _uneven_part(
+    tensor: torch.Tensor, uneven: Mapping[int, UnevenAxis], mesh: IrDeviceMesh, rank: int
+) -> torch.Tensor:
+    """Returns the part of `tensor` that rank `rank` stores along the axes `uneven`.
+
+    Devices divide these axes into unequal blocks. Along them, `tensor` has the extents of the whole
+    tensor. The part may be empty.
+    """
+    for position, axis in uneven.items():
+        start, size = axis.block_at(mesh.coordinate(rank, axis.ptype))
+        tensor = tensor.narrow(position, start, size)
+    return tensor
 
 
 def in_declared_order(tv: TensorView, shard: torch.Tensor) -> torch.Tensor:
@@ -134,32 +151,38 @@ def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:
 
     `shards[i]` is the shard of the device `tv.mesh.devices[i]`.
     """
-    from multidevice.sharding.queries import unsharded_sizes
-
     assert tv.mesh is not None, f"{tv} has no mesh"
     whole = shards[0].new_empty(unsharded_sizes(tv, tuple(shards[0].shape)))
-    view, axes, _ = _split_view(whole, tv)
+    view, axes, steps, uneven = _split_view(whole, tv)
     for shard, rank in zip(shards, tv.mesh.devices, strict=True):
         block = view
         for dim, (_, ptype) in enumerate(axes):
             if ptype is not None:
                 block = block.narrow(dim, tv.mesh.coordinate(rank, ptype), 1)
+        if uneven:
+            block = _uneven_part(_merge_back(block, steps), uneven, tv.mesh, rank)
         block.copy_(shard.reshape(block.shape))
     return whole
 
 
 def _split_view(
     tensor: torch.Tensor, tv: TensorView
-) -> tuple[torch.Tensor, list[tuple[int, ParallelType | None]], list[tuple[int, int]]]:
+) -> tuple[
+    torch.Tensor,
+    list[tuple[int, ParallelType | None]],
+    list[tuple[int, int]],
+    dict[int, UnevenAxis],
+]:
     """Returns a view of the whole tensor `tensor` in which each axis that is divided over devices
     is a separate dimension.
 
-    Returns three values:
+    Axes that devices divide into unequal blocks remain whole. Returns four values:
 
     - the view;
     - for each dimension of the view, (number of the axis, the mesh dimension over which the axis is
       divided, or None);
-    - the splits in order, as (dimension that was split, number of dimensions after the split).
+    - the splits in order, as (dimension that was split, number of dimensions after the split);
+    - the axes that devices divide into unequal blocks, by position.
     """
     domain = tv.domain
     if tv.mesh is None:
@@ -185,6 +208,7 @@ def _split_view(
     types: dict[int, ParallelType] = {a.number: a.ptype for a in device}
     axes: list[tuple[int, ParallelType | None]] = [(a.number, types.get(a.number)) for a in logical]
     steps: list[tuple[int, int]] = []
+    uneven: dict[int, UnevenAxis] = {}
     view = tensor
     for t in transforms_between(domain, logical, device):
         dim = next((d for d, (n, _) in enumerate(axes) if n == t.inputs[0]), None)
@@ -194,6 +218,11 @@ def _split_view(
                 f"{tensor_words(tv)}: shard_tensor needs device axes that are made by splits "
                 f"alone, but found {transform_text(t, domain)}"
             )
+        if (axis := _uneven_axis(view.size(dim), split, tv)) is not None:
+            uneven[next(p for p, a in enumerate(logical) if a.number == split.inp)] = axis
+            axes[dim] = split.inp, None
+            types.pop(split.outer)
+            continue
         sizes = _split_sizes(view.size(dim), split, tv)
         view = view.reshape(*view.shape[:dim], *sizes, *view.shape[dim + 1 :])
         axes[dim : dim + 1] = [(n, types.get(n)) for n in t.outputs]
@@ -204,7 +233,25 @@ def _split_view(
             axis = next(a for a in device if a.number == number)
             raise ShardingError(misfit_of_mesh(tv, axis, view.size(dim)))
     assert all(p in DEVICE_TYPES for p in types.values())
-    return view, axes, steps
+    return view, axes, steps, uneven
+
+
+def _uneven_axis(size: int, split: SplitTransform, tv: TensorView) -> UnevenAxis | None:
+    """Returns how devices divide an axis of `size` elements into unequal blocks by `split`.
+
+    Returns None if the blocks are equal, or if the program does not accept such blocks: the axis
+    has a symbolic extent, or is divided further.
+    """
+    domain, devices = tv.domain, sc.int_value(split.factor)
+    outer = domain.axes[split.outer]
+    is_alone = split.inp in domain.logical_numbers and split.inner in domain.loop_numbers
+    is_known = sc.int_value(tv.fusion.canonical(domain.axes[split.inp].size)) is not None
+    if devices is None or size % devices == 0 or split.inner_split or not (is_alone and is_known):
+        return None
+    is_over_devices = tv.mesh is not None and tv.mesh.dim_of(outer.ptype) is not None
+    if not is_over_devices or outer.number not in domain.loop_numbers:
+        return None
+    return UnevenAxis(size, devices, outer.ptype)
 
 
 def _split_sizes(size: int, split: SplitTransform, tv: TensorView) -> tuple[int, int]:

@@ -198,11 +198,9 @@ def _is_one_cut(root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
 
     `cuts` are divisions over devices or the steps of a stream loop. `root` is the axis before a
     reshape from which `logical` was made. The result is True in two cases: both are the same axis;
-    or `logical` is an axis of partial sums, with one index per block of a reduction axis that a
-    stream loop divides.
+    or `logical` is an axis of partial sums, with one index per block of a divided reduction axis.
     """
-    is_stream = any(c.ptype.is_stream for c in cuts)
-    return root is logical or (is_stream and root.is_reduction())
+    return root is logical or (bool(cuts) and root.is_reduction())
 
 
 def _comes_from_reduction(tv: TensorView, logical: IterDomain) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd
+from math import gcd, prod
 
 from fuser.ir.axis_graph import alike_axes, mapped_axes, tensor_operands
 from fuser.ir.domain.axis_path import SizeRules, forward, indices_forward, replay
@@ -59,12 +59,80 @@ def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
 
 
 @dataclass(frozen=True)
+class UnevenAxis:
+    """An axis of `extent` elements that `devices` devices along the mesh dimension `ptype` divide
+    into blocks of unequal sizes.
+
+    The blocks have ceil(extent / devices) elements. The last blocks are shorter, or empty.
+    """
+
+    extent: int
+    devices: int
+    ptype: ParallelType
+
+    @property
+    def block(self) -> int:
+        """The number of elements of a full block."""
+        return -(-self.extent // self.devices)
+
+    @property
+    def padded(self) -> int:
+        """The extent of the axis if all blocks were full."""
+        return self.block * self.devices
+
+    def block_at(self, coordinate: int) -> tuple[int, int]:
+        """Returns (first index, size) of the block of the device at `coordinate` along the mesh
+        dimension. The size may be 0.
+        """
+        start = min(coordinate * self.block, self.extent)
+        return start, min(self.block, self.extent - start)
+
+
+def uneven_axes(tv: TensorView) -> dict[int, UnevenAxis]:
+    """Returns the axes of a tensor that devices divide into blocks of unequal sizes.
+
+    Maps the numbers of logical axes to how they are divided. Reduction axes are included. Axes of
+    symbolic extent are left out, and tensors that a stream loop computes, too. Raises
+    `ShardingError` if two mesh dimensions divide an axis, and the blocks would be unequal.
+    """
+    found: dict[int, UnevenAxis] = {}
+    if any(axis.is_stream for axis in spread_axes(tv)):
+        return found
+    for number, cuts in axis_cuts(tv, DEVICE_TYPES).items():
+        extent = sc.int_value(tv.fusion.canonical(tv.domain.axes[number].size))
+        devices = prod(cut.devices for cut in cuts)
+        if extent is None or extent % devices == 0 or any(cut.whole for cut in cuts):
+            continue
+        if len(cuts) > 1:
+            axis = tv.domain.axes[number]
+            raise ShardingError(
+                f"{axis_words(tv, axis)} has {extent} elements, which {devices} devices along "
+                f"{len(cuts)} dimensions of {tv.mesh} cannot divide into equal shards"
+                f"{padding_words(extent, devices)}, or divide the axis along one mesh dimension"
+                f"{user_code(cut_line(tv, cuts[-1].ptype))}{in_ir(axis, tv)}"
+            )
+        (cut,) = cuts
+        found[number] = UnevenAxis(extent, devices, cut.ptype)
+    return found
+
+
+def uneven_positions(tv: TensorView) -> dict[int, UnevenAxis]:
+    """Returns the axes of a tensor that devices divide into blocks of unequal sizes, by position.
+
+    Reduction axes are not counted.
+    """
+    found = uneven_axes(tv)
+    return {p: found[a.number] for p, a in enumerate(tv.domain.no_reductions) if a.number in found}
+
+
+@dataclass(frozen=True)
 class Sharding:
     """The sharding of a tensor: which of its axes are divided, along which mesh dimension or stream
     loop.
 
     - `axes`: maps each mesh dimension or stream type to the position of the axis that it divides.
     - `cuts`: for each axis, its divisions into blocks (`Cut`), outermost first.
+    - `uneven`: maps the position of each axis that devices divide into unequal blocks to these.
 
     Reduction axes are not counted.
     """
@@ -72,6 +140,9 @@ class Sharding:
     mesh: DeviceMesh
     axes: Mapping[ParallelType, int]
     cuts: Placement = field(default=(), repr=False, compare=False)
+    uneven: Mapping[int, UnevenAxis] = field(
+        default_factory=dict[int, UnevenAxis], repr=False, compare=False
+    )
 
     def axis_sharded_on(self, parallel_type: ParallelType) -> int:
         """Returns the position of the axis that is divided along the mesh dimension
@@ -89,7 +160,8 @@ def sharding_of(tv: TensorView) -> Sharding | None:
     if tv.mesh is None:
         return None
     found = {p: sharded_logical_axis(tv, p) for p in SPREAD_TYPES}
-    return Sharding(tv.mesh, {p: axis for p, axis in found.items() if axis >= 0}, placement(tv))
+    axes = {p: axis for p, axis in found.items() if axis >= 0}
+    return Sharding(tv.mesh, axes, placement(tv), uneven_positions(tv))
 
 
 def partial_sum_axes(tv: TensorView) -> tuple[int, ...]:
@@ -160,16 +232,17 @@ def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns the global shape of a tensor of which each device stores a shard of shape `sizes`.
 
     If each step of a stream loop allocates its own block of the tensor, `sizes` is the shape of
-    such a block. Raises `ShardingError` if `sizes` has the wrong length.
+    such a block. If devices divide an axis into unequal blocks, `sizes` has the first block. Raises
+    `ShardingError` if `sizes` has the wrong length.
     """
     _check_rank(tv, sizes)
     out: list[int] = []
-    is_block = is_allocated_per_step(tv)
-    for size, cuts in zip(sizes, placement(tv), strict=True):
+    is_block, uneven = is_allocated_per_step(tv), uneven_positions(tv)
+    for position, (size, cuts) in enumerate(zip(sizes, placement(tv), strict=True)):
         for cut in cuts:
             steps = cut.count if is_block and not cut.ptype.is_device else 1
             size *= cut.devices * (steps if isinstance(steps, int) else 1)
-        out.append(size)
+        out.append(uneven[position].extent if position in uneven else size)
     return tuple(out)
 
 

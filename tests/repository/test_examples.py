@@ -33,6 +33,7 @@ MAX_LINES = 60
 COLLECTIVES = {
     "data_parallel_step": {"Allreduce": 2},
     "sequence_parallel_mlp": {"Allgather": 1, "ReduceScatter": 1},
+    "uneven_shards": {"Allgather": 1, "ReduceScatter": 1},
     "attention_by_heads": {"Allreduce": 1},
     "sharded_dropout": {},
     "pipeline_handover": {"send": 1, "recv": 1},

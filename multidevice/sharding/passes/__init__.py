@@ -12,6 +12,7 @@ Files, in reading order:
 - `partial_sums`: reductions of which each device computes a part.
 - `deferred_sums`: linear ops on partial sums, whose results are added over devices.
 - `masked_lookups`: lookups along a divided axis, which each device makes in its own part.
+- `pad_shards`: axes that devices cannot divide evenly are padded.
 - `redistribute`: a copy to another division becomes the cheapest sequence of communications.
 - `overlap_candidates`: communications and matrix products that may run at the same time.
 - `merged_streams`: a loop over several axes merged into one, rewritten as a division of each axis.

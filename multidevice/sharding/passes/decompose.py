@@ -26,6 +26,7 @@ from fuser.passes.view_ops import is_copy
 from fuser.support.errors import ShardingError, user_code
 from multidevice.sharding.passes.deferred_sums import defer_sums
 from multidevice.sharding.passes.masked_lookups import mask_divided_lookups
+from multidevice.sharding.passes.pad_shards import pad_uneven_shards, types_to_gather
 from multidevice.sharding.passes.partial_sums import (
     add_partial_sums,
     add_row_parallel_bias_last,
@@ -43,6 +44,7 @@ from multidevice.sharding.placement import (
     only_devices,
     outside_streams,
     placement,
+    sharded_axis,
     step_parts,
     unparallelize,
     unparallelize_inward,
@@ -88,6 +90,7 @@ def decompose_reshardings(
     add_partial_sums(fusion)
     copies = Copies(fusion)
     insert_reshardings(fusion, copies)
+    pad_uneven_shards(fusion)
     if overlap is not None:
         overlap(fusion)
     complete_steps(fusion, copies)
@@ -242,13 +245,15 @@ def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
     whole.
 
     Such axes are the joined axis of a cat, the axis of an iota, resized axes of a slice or pad, and
-    the inner axes of a reshape. The op then computes a new, undivided tensor, and the old result
-    becomes a copy of it. Returns the new op.
+    the inner axes of a reshape; and axes with uneven shards, for ops that do not ignore padding.
+    The op then computes a new, undivided tensor, and the old result becomes a copy of it. Returns
+    the new op.
     """
     for position, out in enumerate(op.outputs):
         whole = uncuttable_axes(op, DEVICE_TYPES, out)
         have = axis_cuts(out, DEVICE_TYPES)
         types = {c.ptype for n, cuts in have.items() if n in whole for c in cuts}
+        types |= {p for p in types_to_gather(op) if sharded_axis(out, p) is not None}
         if types:
             op = _compute_whole(fusion, op, types, position)
     return op

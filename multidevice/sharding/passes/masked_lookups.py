@@ -61,6 +61,7 @@ from multidevice.sharding.placement import (
     spread_axes,
 )
 from multidevice.sharding.propagation import apply_steps, forward_cuts
+from multidevice.sharding.queries import uneven_axes
 
 
 def mask_divided_lookups(fusion: Fusion) -> None:
@@ -79,9 +80,12 @@ def _divisions(op: LookupOp) -> Cuts:
     """Returns the divisions over devices of the looked-up axis, if they allow a masked lookup.
 
     Returns () if the index is a scalar, if steps of a stream loop divide the axis, too, if table
-    and result are on different meshes, or if the axis is a broadcast, which each device has.
+    and result are on different meshes, if the axis is a broadcast, which each device has, or if the
+    devices have parts of unequal sizes.
     """
     axis = op.table.domain.no_reductions[op.axis]
+    if axis.number in uneven_axes(op.table):
+        return ()
     cuts = axis_cuts(op.table).get(axis.number, ())
     is_local = axis.is_broadcast or isinstance(op, SelectOp)
     is_elsewhere = op.table.mesh != op.out.mesh or any(not c.ptype.is_device for c in cuts)

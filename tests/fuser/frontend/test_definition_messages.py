@@ -392,14 +392,30 @@ def test_a_scalar_input_is_named_by_its_line() -> None:
 
 def test_an_extent_that_ranks_cannot_share_is_named_with_the_shard_that_was_passed() -> None:
     with FusionDefinition() as fd:
+        whole = fd.define_tensor([-1, 4], contiguity=True)
+        x = fd.define_tensor([-1, 4], contiguity=True)
+        fd.add_output(fd.ops.add(whole, x))
+    x.set_device_mesh([0, 1])
+    x.outer_split(0, 2)
+    x.axis(0).parallelize(ParallelType.mesh_x)
+    words = (
+        r"axis 0 of input 1 \(T1_g_float\) has extent 7, which 2 ranks cannot share equally; this "
+        r"rank passed a shard of 4: pad it to 8, or use .* \(user code at "
+    )
+    with simulate(2) as world, pytest.raises(FuserError, match=words):
+        world.run(lambda: fd.execute([torch.ones(7, 4), torch.ones(4, 4)]))
+
+
+def test_an_uneven_shard_of_the_wrong_size_is_named_with_the_blocks_of_all_ranks() -> None:
+    with FusionDefinition() as fd:
         x = fd.define_tensor([7, 4], contiguity=True)
         fd.add_output(fd.ops.neg(x))
     x.set_device_mesh([0, 1])
     x.outer_split(0, 2)
     x.axis(0).parallelize(ParallelType.mesh_x)
     words = (
-        r"axis 0 of input 0 \(T0_g_float\) has extent 7, which 2 ranks cannot share equally; this "
-        r"rank passed a shard of 4: pad it to 8, or use .* \(user code at "
+        r"input 0 \(T0_g_float\) to have size 3 at axis 0 on this rank \(7 over 2 ranks: blocks of "
+        r"4, the last ones shorter or empty\), but got 4; multidevice.shard_t.* \(user code at "
     )
     with simulate(2) as world, pytest.raises(FuserError, match=words):
         world.run(lambda: fd.execute([torch.ones(4, 4)]))

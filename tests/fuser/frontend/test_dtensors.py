@@ -25,6 +25,7 @@ CHECKS = (
     "an axis cut twice",
     "other inputs",
     "memory orders",
+    "uneven shards",
     "refusals",
 )
 

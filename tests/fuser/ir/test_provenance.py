@@ -12,7 +12,7 @@ import torch
 from fuser import FusionDefinition, ParallelType, multidevice
 from fuser.ir.fusion import Axis, TensorView
 from fuser.multidevice import DeviceMesh
-from fuser.support.errors import FuserError, ShardingError, UnsupportedError
+from fuser.support.errors import FuserError, InputError, ShardingError, UnsupportedError
 from multidevice import simulate
 
 FIRST, SECOND = DeviceMesh([0, 1]), DeviceMesh([2, 3])
@@ -146,7 +146,7 @@ def indivisible_rows_of_an_exchange(fd: FusionDefinition) -> None:
     ("define", "kind", "why"),
     [
         (indivisible_result, ShardingError, "extent 7 .* is not divisible by the 2 devices"),
-        (indivisible_input, ShardingError, "7"),
+        (indivisible_input, InputError, r"size [34] at axis 0 .* \(7 over 2 ranks.* whole tensor"),
         (indivisible_sum, ShardingError, "extent 7 .* is not divisible by the 2 devices"),
         (too_many_ranks, ShardingError, "names rank 9, but the job has 4 ranks"),
         (no_mesh, ShardingError, "has no mesh: call set_device_mesh"),

@@ -339,6 +339,27 @@ def check_refused_programs(mesh: TorchMesh, device: str, x: DTensor) -> None:
     _refused(fd, [both], UnsupportedError, r"axis 0 of T0.*deviceIdx.x into .*deviceIdx.y")
 
 
+def check_uneven_shards(device: str) -> None:
+    """Checks axes that the ranks cannot divide: shards are cut as by torch, and some are empty."""
+    d = Communicator.instance().size()
+    mesh = torch_mesh((-1,), device)
+    for rows in (d + 1, 2 * d - 1, max(d - 1, 2)):
+        x, w = randn(rows, 3), randn(5, 3, seed=1)
+        with FusionDefinition() as fd:
+            a, b = (fd.define_tensor(list(t.shape), dtype=DataType.Double) for t in (x, w))
+            y = fd.ops.linear(a, b)
+            fd.add_output(y)
+            fd.add_output(fd.ops.sum(y, [0]))
+            cut(a, mesh, [Shard(0)])
+        given = [
+            distribute(x.to(device), mesh, [Shard(0)]),
+            distribute(w.to(device), mesh, [WHOLE]),
+        ]
+        product, total = fd.execute_with_dtensors(given)
+        check_result(product, x @ w.T, mesh, [Shard(0)])
+        check_result(total, (x @ w.T).sum(0), mesh, [WHOLE])
+
+
 def check_nothing_ran(device: str) -> None:
     """Checks that refused calls never start an evaluator."""
     ran: list[object] = []
@@ -361,6 +382,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "an axis cut twice": check_axis_cut_twice,
     "other inputs": check_other_inputs,
     "memory orders": check_memory_orders,
+    "uneven shards": check_uneven_shards,
     "refusals": check_nothing_ran,
 }
 
