@@ -388,6 +388,7 @@ def _thread_reduce(w: Writer, s: ThreadReduce) -> None:
     """Writes the calls that combine accumulators over the threads of a CUDA block, then over the
     blocks of a cluster or of the grid.
 
+    An accumulator is the variable in which each thread has its partial result of a reduction.
     Several accumulators are packed into one C struct (`Pair`), combined, and unpacked again.
     """
     if len(s.parts) == 1:
@@ -553,12 +554,13 @@ def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
 
 
 def _folded_coordinates(fold: Fold, cluster: int) -> dict[str, str]:
-    """Returns the C texts that compute `blockIdx.x`, `.y` and `.z` from one block number, by the
+    """Returns the C texts that compute a block's index along x, y and z from one number, by the
     names "bx", "by" and "bz".
 
-    They are for a kernel in which a launched CUDA block does the work of several (the grid is
-    folded), so that `blockIdx` itself is not the block's index. If a kernel has blocks along x
-    alone and a `cluster` of several blocks, only "bx" is replaced.
+    They are for a kernel whose grid is folded: each launched CUDA block does the work of several
+    blocks, one after the other. `fold` is the number of the current one among all of them, so
+    `blockIdx` cannot be used. If all blocks are along x and a cluster has several blocks
+    (`cluster`), only "bx" is replaced.
     """
     across, down, _ = map(scalar_text, fold.counts)
     if all(sc.int_value(n) == 1 for n in fold.counts[1:]):
@@ -572,10 +574,11 @@ def _folded_coordinates(fold: Fold, cluster: int) -> dict[str, str]:
 
 
 def _in_turns(fold: Fold, lines: Sequence[str], *, waits: bool) -> list[str]:
-    """Returns `lines`, the work of one CUDA block, inside a loop over blocks: a launched block does
-    the work of several (the grid is folded).
+    """Returns `lines`, the statements for one block, inside a loop over block numbers.
 
-    If threads wait for each other (`waits`), iterations are separated by barriers.
+    Such a loop is needed if the grid is folded: each launched CUDA block does the work of several
+    blocks, one after the other. If threads of a block wait for each other (`waits`), iterations are
+    separated by barriers.
     """
     first, *rest = map(scalar_text, fold.counts)
     count = " * ".join([f"static_cast<int64_t>({first})", *rest])

@@ -49,8 +49,9 @@ def mapped_axes(
 def alike_axes(op: TensorOp, operand_index: int, out: TensorView) -> tuple[AxisPair, ...]:
     """Returns the pairs (operand axis, result axis) that devices must split in the same way.
 
-    These are the pairs of `mapped_axes`, and pairs of axes of different sizes, such as the heads of
-    queries and the fewer heads of keys in an attention. The operand is `op.inputs[operand_index]`.
+    The operand is `op.inputs[operand_index]`, and `out` is a result of `op`. The pairs are those of
+    `mapped_axes`. For some ops, there are also pairs of axes of different sizes whose blocks belong
+    together, such as the heads of queries and the fewer heads of keys in an attention.
     """
     return _pairs(op, operand_index, out, op.alike_map(operand_index, out))
 
@@ -96,8 +97,8 @@ class AxisGraph:
     """Classes of axes: two axes are in one class if they are certainly the same axis.
 
     For example, the axes of an elementwise op's operands and result are in one class per position.
-    `joined` has further pairs of axis numbers, which are put into one class although no op relates
-    them.
+    `joined` has further pairs of axis numbers. The axes of such a pair are put into one class,
+    although no op relates them.
     """
 
     def __init__(self, fusion: Fusion, *, joined: Iterable[tuple[int, int]] = ()) -> None:

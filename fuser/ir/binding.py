@@ -47,7 +47,7 @@ Values = dict[Symbol, Number]
 class _Axis:
     """One axis of an input: its position, its extent, and over how many devices it is split.
 
-    If several symbols are known to be equal, the extent contains the same symbol for all of them.
+    The extent is in canonical form: one symbol represents all symbols that are known to be equal.
     """
 
     tv: TensorView
@@ -361,8 +361,8 @@ _SPREAD = "; to broadcast it, declare {} as 1 in define_tensor, not as -1"
 def _spread_hint(axis: _Axis, size: int) -> str:
     """Returns a hint for the error message about two axes of unequal sizes, or "".
 
-    If `size` is 1, the hint says that an input axis is broadcast only if its extent is declared as
-    1.
+    If `size`, the size of the input axis `axis`, is 1, the user may have expected a broadcast. The
+    hint says that an input axis is broadcast only if its extent is declared as 1.
     """
     return _SPREAD.format(f"axis {axis.position} of {axis.tv.label}") if size == 1 else ""
 
@@ -605,12 +605,12 @@ class Contents:
     A cache key (`signature_of`) identifies the shapes and dtypes of arguments. These checks concern
     what the key does not contain: the memory of tensors and the ranges of numbers.
 
-    - The *places* of the arguments are the memory addresses of the tensors with elements, modulo
-      `nbytes`, because kernels depend on the alignment. If all remainders are 0, the places are ().
-      `nbytes` is a power of two.
+    - The *places* of the arguments are the memory addresses of the tensors modulo `nbytes`, a
+      power of two, because kernels depend on the alignment. Tensors without elements have no place.
+      If all remainders are 0, the places are ().
     - `declared` are the fusion's inputs, and `arguments` those of the first call with the key.
-    - `also` is called with the arguments. It may raise an error for numbers that an op does not
-      accept.
+    - `also` is a further check, which is called with the arguments. It may raise an error for
+      numbers that an op does not accept.
     """
 
     def __init__(

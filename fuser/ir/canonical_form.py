@@ -120,7 +120,7 @@ def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentC
     """Returns the equalities between extents with renamed symbols, sorted by their text.
 
     `names` maps old to new symbols. The result does not depend on the order in which the user
-    stated the equalities, so it can be a part of a key. `extents` is changed, too.
+    stated the equalities, so it can be a part of a key. The symbols in `extents` are also renamed.
     """
     extents.rewrite(names)
     made = ExtentClasses()

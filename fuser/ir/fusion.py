@@ -137,7 +137,10 @@ class TensorView:
     # ------------------------------------------------------------ queries
     @property
     def label(self) -> str:
-        """The short name of the tensor, with its number, memory and dtype: `T0_g_float`."""
+        """The short name of the tensor: number, kind of memory and dtype, such as `T0_g_float`.
+
+        `g` is global memory.
+        """
         return f"T{self.number}_{self.memory.value}_{dtype_text(self._dtype)}"
 
     @property
@@ -179,9 +182,10 @@ class TensorView:
 
     @checked
     def size(self, dim: int) -> Scalar:
-        """Returns the size of axis `dim`, as users see it. Reduction axes are not numbered.
+        """Returns the size of axis `dim`, as users see it.
 
-        For a broadcast axis that is expanded, this is the expanded size.
+        The numbers of axes do not count reduction axes. For a broadcast axis that is expanded, the
+        result is the expanded size.
         """
         axes = self.domain.no_reductions
         return axes[self._wrap(dim, len(axes))].size
@@ -259,8 +263,8 @@ class TensorView:
         is `factor`.
 
         Raises:
-            DefinitionError: the axis is not serial, or the tensor already shares its loop with the
-                ops that read the tensor (`compute_at`), or the factor is not positive.
+            DefinitionError: the axis is not serial, or its loop already computes other tensors,
+                too (`compute_at`), or the factor is not positive.
         """
         position = self._wrap(axis, len(self.domain.loop))
         inp = self.domain.loop[position]
@@ -373,11 +377,12 @@ class TensorView:
 
     @checked
     def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
-        """Makes the loop over axis `axis` begin at the coordinate of the device that runs it.
+        """Rotates the loop axis at position `axis`, and returns this tensor.
 
-        Iteration i stands for position (i + c) % extent of the old axis, where c is the device's
-        coordinate along the mesh dimension `parallel_type`, such as `mesh_x`. Ring schedules need
-        this, because each device then begins with its own part. Returns this tensor.
+        Iteration i of the new axis is position (i + c) % extent of the old axis. c is the
+        coordinate of the executing device along the mesh dimension `parallel_type`, such as
+        `mesh_x`. Each device thus begins with the block that it stores itself, as ring schedules
+        need.
 
         Raises:
             DefinitionError: `parallel_type` is not a mesh dimension.
@@ -500,10 +505,10 @@ class TensorView:
     def rfactor(self, axes: Sequence[int]) -> TensorView:
         """Splits a reduction into two reductions, and returns the result of the first one.
 
-        Kernels use this to reduce in parallel first. The first reduction has a new tensor as
-        result, and reduces the loop axes at the positions `axes`. Loop axes become loops and
-        threads of a kernel. The second reduction reduces the new tensor over the other reduction
-        axes. Its result is this tensor.
+        The first reduction computes a new tensor: it reduces the loop axes at the positions `axes`.
+        Loop axes become loops and threads of a kernel. The second reduction reduces the new tensor
+        over the other reduction axes. Its result is this tensor. A schedule uses this so that
+        threads compute partial results in parallel, which are combined afterwards.
         """
         return PRIMITIVES["rfactor"](self, axes)
 
@@ -582,8 +587,9 @@ class TensorOp(Op):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         yield {}, cls.TEXT
 
@@ -676,7 +682,7 @@ class TensorOp(Op):
         """Returns the axes of operand `operand_index` that must not be split over devices.
 
         Each part of a result needs all elements along such an axis. By default, there are none.
-        Positions do not count reduction axes.
+        The returned positions do not count reduction axes of the operand.
         """
         del operand_index
         return ()
@@ -817,7 +823,7 @@ class Fusion:
     def reserve(self, *, axis: int = -1, scalar: int = -1, tensor: int = -1) -> None:
         """Marks the numbers of an axis, a scalar and a tensor as used: new ones get larger numbers.
 
-        The parser calls this method for the numbers in a text.
+        A number of -1 marks nothing. The parser calls this method for the numbers in a text.
         """
         self._zero_is_numbered = True
         self._next_tensor = max(self._next_tensor, tensor + 1)
@@ -1021,9 +1027,9 @@ class Fusion:
             )
 
     def add_input(self, value: Value) -> None:
-        """Registers a tensor or a symbol as an input. A tensor is moved to global memory.
+        """Registers a tensor or a symbol as an input.
 
-        A tensor in symmetric memory stays there.
+        A tensor is moved to global memory, unless it is in symmetric memory.
 
         Raises:
             DefinitionError: the value is already an input, or is a constant.
@@ -1045,8 +1051,8 @@ class Fusion:
     ) -> None:
         """Registers an output. With `alias_input`, the output is also written into that input.
 
-        - Such an update is hidden (not returned to the caller), unless the tensor is also added
-          without `alias_input`.
+        - With `alias_input`, the output is hidden (not returned to the caller), unless it is also
+          added without `alias_input`.
         - All outputs are computed from the old values of inputs. Updates are written at the end.
         - If an input is itself an output, the caller gets the input tensor, which has the new
           values.
@@ -1451,12 +1457,10 @@ class Axis(Val):
     def parallelize(self, parallel_type: ParallelType) -> None:
         """Sets the parallel type: who executes the axis (loop, thread, block, device or stream).
 
-        An axis of any tensor may be split over devices or streams.
-
         Raises:
             DefinitionError: the type is unroll, vectorize or group, and the extent is not a
                 constant. The error is also raised for `stream_y` and `stream_z`, which only the
-                compiler may set.
+                compiler may set, and for devices and streams if the fusion has already run.
         """
         if parallel_type.is_stream and parallel_type is not ParallelType.stream:
             raise DefinitionError(

@@ -195,10 +195,10 @@ def _strides(
 
 
 def _no_gaps(axis: IterDomain) -> Scalar:
-    """Raises `AssertionError`, because a tensor without gaps was found to have an axis with gaps.
+    """Raises `AssertionError`: a placeholder for the argument `gap` of `_strides`.
 
-    `_strides` needs a function that returns the stride of such an axis. For tensors without gaps,
-    this function is passed, and never called.
+    `gap` returns the stride of an axis with gaps. For a tensor without gaps, this function is
+    passed. It is never called, unless there is an error in this project.
     """
     raise AssertionError(
         f"internal error: axis {axis} is declared non-contiguous, but its tensor has no gaps in "
@@ -224,9 +224,9 @@ def layout_of(
 
     A kernel is compiled for one layout class: an order of the axes in memory, and one flag per axis
     that says whether there are no gaps along it. `declared` is the memory order that the user
-    declared. The class has this order if the strides allow it, because the strides of axes of
-    extent 1 are arbitrary and must not lead to new classes. `skipped` marks broadcast axes, whose
-    flag is always True.
+    declared. The class has this order unless the strides contradict it. Strides of axes of size 1
+    are arbitrary and therefore ignored: they must not lead to new classes. `skipped` marks
+    broadcast axes. Their flag, and that of axes of size 1, is True.
     """
     real = [k for k in declared if shape[k] != 1 and not skipped[k]]
     order = list(declared)
@@ -278,8 +278,8 @@ class LayoutClasses:
         """Returns the layout class of a tensor that a call passes, for which a kernel is compiled.
 
         The class depends on the strides of the tensor. The exception is an input whose declared
-        memory order has axes that users do not see, such as parts of a split axis. Then `order` is
-        None, and all tensors have the same class.
+        memory order has axes that users do not see, such as parts of a split axis. All tensors that
+        are passed for such an input have the same class.
         """
         if self.dense is not None and t.is_contiguous() and t.numel():
             return self.dense

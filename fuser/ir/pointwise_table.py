@@ -67,9 +67,9 @@ class PointwiseRow:
     - `takes_complex`: whether complex operands are allowed, as in torch.
     - `is_slow`: whether a thread needs many instructions.
     - `near`: other names of the op, for hints in messages.
-    - `exact`: positions of operands whose numbers the result's dtype must represent exactly. Sums
-      and products have no such operands, because they are correct modulo 2**32 even if a number
-      wraps around.
+    - `exact`: positions of operands. If such an operand is a number, the dtype of the result must
+      represent it exactly. An example is a divisor. Sums and products have no such operands: they
+      are correct modulo 2**32 even if a number wraps around.
     """
 
     name: str
@@ -146,8 +146,8 @@ def _row(
     """Returns the row of an elementwise op, with these defaults:
 
     - `fn` is torch's function with the name `name`.
-    - `cuda` is the operator in `text`, else the device function with the name `name`. If `cuda` is
-      only a name, this name is also a device function.
+    - `cuda` is the operator in `text`. If `text` is no operator, it is a call of the device
+      function with the name `name`. A `cuda` that is only a name is also such a call.
     - If `domains` has one domain, the domain applies to all operands.
     """
     text = text or name

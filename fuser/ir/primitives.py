@@ -155,13 +155,14 @@ def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: boo
 def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
     """Splits a reduction into two reductions, and returns the result of the first one.
 
-    Kernels use this to reduce in parallel first. The new tensor reduces the loop axes at the
-    positions `axes`. `tv` then reduces the other reduction axes of the new tensor. For `tv [i,
-    r{d}, r{K/d}]` and axes (2,), the new tensor is `[i, i{d}, r{K/d}]` and tv is `[i, r{d}]`; i are
-    iteration axes, r reduction axes.
+    The new tensor reduces the loop axes at the positions `axes`. `tv` then reduces the other
+    reduction axes of the new tensor. For `tv [i, r{d}, r{K/d}]` and axes (2,), the new tensor is
+    `[i, i{d}, r{K/d}]` and tv is `[i, r{d}]`; i are iteration axes, r reduction axes. A schedule
+    uses this so that threads compute partial results in parallel, which are combined afterwards.
 
-    If the reduced axes come from splits or merges, the new tensor also stores copies of the axes
-    before them (as root axes). The new tensor has the mesh of `tv` and no parallel types.
+    If the reduced axes are results of splits or merges, the new tensor also stores copies of the
+    axes that were split or merged (as root axes). The new tensor has the mesh of `tv` and no
+    parallel types.
 
     Raises:
         DefinitionError: `tv` is not a reduction, or `axes` are not some (but not all) of its
@@ -259,9 +260,9 @@ def _connected(
     """Returns the numbers of the loop axes `listed`, and of all axes that are connected with them.
 
     Two axes are connected if a chain of splits and merges in `history` leads from one to the other.
-    `history` leads from the axes that users see to the loop axes. The op of the new tensor of an
-    rfactor applies these splits and merges itself, because some of their axes are reduced and
-    others are not.
+    `history` derives the loop axes from the axes that users see. An rfactor reduces some of the
+    connected axes and keeps others. Users therefore see the results of these splits and merges as
+    axes of the new tensor.
     """
     found = set(listed)
     changed = True

@@ -9,7 +9,8 @@ execution. `python -m hostir why` shows them, one line per fact:
     T8 placement : operand from T7 through linear for T9 at mlp.py:14
 
 The second line says: axis 1 of T7 is split over mesh_x, because T7 is the result of the linear
-whose operand T3 is split.
+whose operand T3 is split. The third line says: T8 is a copy of T7 with another placement, because
+the linear that computes T9 needs its operand in this placement.
 """
 
 from __future__ import annotations

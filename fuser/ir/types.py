@@ -86,7 +86,8 @@ class ParallelType(IrEnum):
     def is_stream(self) -> bool:
         """Whether positions along an axis of this type are iterations of a loop over CUDA streams.
 
-        One such loop may iterate over several axes.
+        If such a loop iterates over several axes, the outermost has the type `stream`, and the
+        others have `stream_y` and `stream_z`.
         """
         return self in STREAM_TYPES
 

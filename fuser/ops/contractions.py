@@ -134,7 +134,8 @@ def _check_bias(name: str, weight: TensorView, bias: TensorView) -> None:
 def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -> TensorView:
     """Computes x @ weight.T + bias of x [*i, K], weight [*w, N, K] and bias [*w, N] -> [*w, *i, N].
 
-    The device mesh of x is copied to the output, the meshes of weight and bias are not.
+    x is `arg1`, and weight is `arg2`. `*i` and `*w` stand for any number of axes. The device mesh
+    of x is copied to the output, the meshes of weight and bias are not.
 
     Raises:
         DefinitionError: the numbers of axes or the sizes of the operands contradict each other.
@@ -200,8 +201,9 @@ def scaled_mm(
     - The scales, alpha and beta are Float tensors of one element. scale1 may also be [m, 1], and
       scale2 [1, n].
     - bias is [n] or [m, n].
-    - The second and third result are always None. nvFuser uses these results for outputs with block
-      scales, which are not supported.
+    - The second and third result are always None. nvFuser uses them for an output that is quantized
+      in blocks, for which `output_block_scale_size` and `output_gamma` are passed. This is not
+      supported, so leave both at their defaults.
 
     Raises:
         DefinitionError: a shape is wrong, or `beta` is passed without `bias`.

@@ -53,6 +53,10 @@ def define_tensor(*args: object, **kwargs: object) -> TensorView:
       there is no gap in memory: the stride of the axis is the product of size and stride of the
       next inner axis, or 1 for the innermost axis. None marks a broadcast axis. If the size of such
       an axis is not 1, its one element in memory is repeated (stride 0).
+    - `stride_order` has, per axis, its position in the order of strides: 0 for the axis with the
+      smallest stride. By default, the tensor is row-major.
+    - `sizes` and `strides` are those of an example. By default, every size other than 1 becomes
+      symbolic. With `static_sizes=True`, all sizes are constant.
     - A tensor without axes may have `is_cpu=True`. The tensor is then stored on the host, and each
       run reads its current value.
     - All forms also take `mesh=` and `placements=` (see `fuser.shard`). A mesh without placements
@@ -225,8 +229,10 @@ def compute_tensor_descriptor(
     """Returns (contiguity flags, stride order) of a tensor with these sizes and strides.
 
     A flag is True if there is no gap in memory between an axis and the next inner axis, and None
-    for an axis of size 1 or stride 0. The flags are in allocation order: axes sorted by decreasing
+    for an axis of size 1 or stride 0. The flags are in memory order: axes sorted by decreasing
     stride. An axis with stride 0 (one element, repeated) keeps the position that it has in `sizes`.
+    The stride order has, per axis of `sizes`, its position in the order of strides, 0 for the
+    smallest.
 
     Raises:
         DefinitionError: a stride is negative, or the two lists differ in length.

@@ -378,8 +378,8 @@ _ORDER = ("bool", "int", "float", "complex")
 
 
 def _is_above(dtype: DataType, other: DataType) -> bool:
-    """Whether `dtype` has a higher category than `other`, so that `other` cannot represent its
-    values.
+    """Returns whether `dtype` has a higher category than `other`, so that `other` cannot represent
+    its values.
 
     The categories are, from low to high: bool, int, float, complex.
     """

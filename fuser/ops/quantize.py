@@ -102,6 +102,9 @@ def nv_grouped_block_quantize(
 ) -> tuple[TensorView, TensorView]:
     """Quantizes the groups of rows of `input` [m, k] to (values, scales), for a grouped product.
 
+    Only the format MXFP8 is supported: pass `block_size=32` and `dtype=DataType.Float8_e4m3fn`, and
+    no `global_scale`. The defaults are those of nvFuser's op for NVFP4, and raise an error.
+
     The values are Float8_e4m3fn [m, k]. Each block of 32 consecutive elements of a row has one
     scale of dtype Float8_e8m0fnu; `nv_block_quantize` says how it is chosen. The scales are stored
     in the layout that `preprocess_grouped_matmul_input_sf` returns.

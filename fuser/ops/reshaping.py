@@ -81,7 +81,7 @@ class ReshapePlan:
 
 # ------------------------------------------------------------------ analysis
 def _divides(a: Scalar, b: Scalar) -> bool:
-    """Whether it can be proved that `b` is an integer multiple of `a`."""
+    """Returns whether it can be proved that `b` is an integer multiple of `a`."""
     return sc.int_value(a) != 0 and sc.int_value(sc.mod(b, a)) == 0
 
 
@@ -110,8 +110,8 @@ def _walk(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int, int]
 
 
 def _takes_input(have: Scalar, want: Scalar) -> bool | None:
-    """Whether a group of axes of a reshape must be extended by an input axis (True) or by an output
-    axis (False), because its products of sizes differ.
+    """Returns whether a group of axes of a reshape must be extended by an input axis (True) or by
+    an output axis (False), because its products of sizes differ.
 
     `have` is the product of the input sizes, and `want` the product of the output sizes. Returns
     None if the symbolic sizes do not decide this.
@@ -544,8 +544,8 @@ def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
 
 
 def _is_quotient(size: Scalar) -> bool:
-    """Whether a size is a quotient, as a reshape infers it for -1. Such a size may turn out to be
-    1.
+    """Returns whether a size is a quotient, as a reshape infers it for -1. Such a size may turn out
+    to be 1.
     """
     return isinstance(size, Apply) and size.op in ("/", "floorDiv")
 

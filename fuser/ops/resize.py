@@ -68,13 +68,13 @@ def resized_domain(
 
 
 def _may_be_one(fusion: Fusion, size: Scalar, left: Scalar, right: Scalar) -> bool:
-    """Returns whether a slice or pad may leave one element of an axis, so that the axis may be a
-    broadcast.
+    """Returns whether a slice or pad may leave one element of an axis, so that the axis of the
+    result may be a broadcast.
 
-    The axis has `size` elements, to which `left` and `right` are added at the ends. The answer is
-    False if the axis can have one element only because a bound is clamped to the axis. An
-    expression that cannot be negative is treated like the size of an input: `x[:y.size(0)]`, `x[:n
-    // 2]`.
+    The axis has `size` elements, to which `left` and `right` are added at the ends. Bounds are
+    taken as the user wrote them, before they are clamped to the axis. If the new size is symbolic
+    and cannot be negative, the result is False, as for a symbolic size of an input. Examples are
+    `x[:y.size(0)]` and `x[:n // 2]`.
     """
     size = fusion.canonical(size)
     start, end = sc.mul(fusion.canonical(left), -1), sc.add(size, fusion.canonical(right))
@@ -278,7 +278,7 @@ def pad_tensor(
 
 
 def _is_zero(value: Scalar) -> bool:
-    """Whether a pad value is the constant 0, 0.0 or False, the default; -0.0 is another value."""
+    """Returns whether a pad value is the constant 0, 0.0 or False. -0.0 is another value."""
     return isinstance(value, Const) and repr(value.value) in ("0", "0.0", "False")
 
 

@@ -6,7 +6,7 @@ Files, in reading order:
 
 - `device_mesh`: a mesh of devices, and the text of sets of ranks.
 - `tensor_domain`: axes: those that users see, and those of the op, of memory and of the loops.
-- `axis_path`: computes an index, size or stride of an axis from that of the axes it derives from.
+- `axis_path`: computes the index, size or stride of an axis from those of its source axes.
 - `equal_extents`: which extents of a fusion are equal.
 - `strided_layout`: strides of views, computed without a torch tensor.
 """

@@ -64,8 +64,9 @@ def transforms_between(
 def _producers(domain: TensorDomain, wanted: set[int], stop: set[int]) -> list[Transform]:
     """Returns the transforms that derive the axes `wanted` from the axes `stop`, in order.
 
-    Both sets have axis numbers. The set `wanted` is changed: afterwards, it lacks the axes in
-    `stop`, and also has the axes from which the returned transforms derive others.
+    Both sets have axis numbers. The set `wanted` is changed in place. The axes of `stop` are
+    removed from it, and the source axes of the returned transforms are added, except those in
+    `stop`.
     """
     wanted -= stop
     picked: list[Transform] = []
@@ -364,11 +365,12 @@ class IndexRules(Rules[Scalar]):
         return sc.mod(sc.add(out, self._coordinate_along(t.ptype)), self._axes[t.inp].size)
 
     def _begin(self, t: Shift, row: Scalar) -> Scalar:
-        """Returns the number of positions by which a `Shift` moves a row: begin % width.
+        """Returns the number of positions by which a `Shift` moves the row with index `row`.
 
-        `begin` = row * size is the position of the row's first element in memory. The result is
-        written as begin - width * (begin // width). An address is begin + shifted index - result,
-        so the two terms `begin` then cancel.
+        This is begin % width, where begin = row * (length of a row) is the position of the row's
+        first element in memory, and width is the vector width. The result is written as begin -
+        width * (begin // width). An address is begin + shifted index - result. In this form, begin
+        cancels there.
         """
         begin = sc.mul(row, self._axes[t.inp].size)
         return sc.sub(begin, sc.mul(t.width, sc.floordiv(begin, t.width)))
@@ -485,7 +487,7 @@ class StrideRules(Rules[Scalar]):
         return sc.mul(inp, self._size(t.inner)), inp
 
     def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar | None:
-        """Returns the stride of the merged axis, or None if its elements have no equal distances.
+        """Returns the stride of the merged axis, or None if neighbours have different distances.
 
         A stride exists if one source axis has size 1, or if the outer stride is inner stride *
         inner size.
@@ -515,11 +517,11 @@ def partial_splits(domain: TensorDomain, transforms: Iterable[Transform]) -> lis
 
 
 def with_exact_splits(domain: TensorDomain) -> TensorDomain:
-    """Returns a copy of `domain` in which each split has the size of a derived axis as factor.
+    """Returns a copy of `domain` in which the factor of each split is correct again.
 
-    This is the inner axis, or the outer axis if `inner_split` is False. The function is used after
-    the sizes of all axes were replaced by the sizes on one device: the factors are then still those
-    of the whole tensor, and no longer equal the sizes.
+    The factor is the size of the inner axis, or of the outer axis if `inner_split` is False. The
+    function is called after the sizes of all axes were replaced by the sizes on one device. At that
+    point, the factors are still those of the whole tensor.
     """
 
     def exact(t: Transform) -> Transform:

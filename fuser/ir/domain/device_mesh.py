@@ -1,7 +1,9 @@
 """DeviceMesh: an array of the ranks that store a tensor. `mesh_x` is the *last* mesh dimension.
 
-The text of a small mesh lists every rank. The text of a large mesh uses ranges, with distances
-(`by 8`), gaps and dimensions:
+The text of a small mesh lists every rank. The text of a large mesh uses ranges: `0..7` are the
+ranks 0 to 7, and `0..56 by 8` is every eighth rank from 0 to 56. Braces group the ranks of one
+index of a dimension. A range can also have groups as its ends: `{0..7}..{1016..1023}` are the
+groups of 8 consecutive ranks from {0..7} to {1016..1023}.
 
     DeviceMesh{{0 1}{2 3}}   DeviceMesh{0..1023}   DeviceMesh{0..6 8..63}   DeviceMesh{0..56 by 8}
     DeviceMesh{{0..7}..{1016..1023}}   DeviceMesh{{0..896 by 128}..{127..1023 by 128} by 1}
@@ -225,8 +227,9 @@ class DeviceMesh:
 
 # ------------------------------------------------------------------ text
 def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -> str:
-    """Returns the text of an array of ranks: one number or `{..}` per index of its first axis.
+    """Returns the text of an array of ranks, which has one item per index of its first dimension.
 
+    An item is a rank if the array has one dimension, and otherwise the text of an array in braces.
     `ids` has the ranks in row-major order. If `is_short` is True, three or more items at equal
     distances become a range, such as `0..7` or `0..56 by 8`.
     """
@@ -252,11 +255,11 @@ def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -
 
 
 def _run(ids: Sequence[int], count: int, at: int) -> tuple[int, int]:
-    """Returns (length, distance) of the longest range of items that begins with item `at`.
+    """Returns (number of items, distance) of the longest range that begins with item number `at`.
 
-    An item is `count` consecutive entries of `ids`, the ranks of a mesh. Items form a range if each
-    rank of an item is the corresponding rank of the item before plus `distance`. A range has a
-    short text, such as `0..56 by 8`.
+    `ids` are the ranks of a mesh. An item is a group of `count` consecutive ranks in this list. A
+    range is a row of items in which each rank is the corresponding rank of the item before plus
+    the same distance. A range has a short text, such as `0..56 by 8`.
     """
     if (at + 1) * count >= len(ids):
         return 1, 0
@@ -362,8 +365,8 @@ def _after(c: Cursor, first: object, last: object, step: int | None, at: int) ->
     """Returns the items of a range in the text of a mesh, except the first one.
 
     The text of the range is `first..last by step`. An item is a rank, or a nested list of ranks. If
-    the text has no `by`, `step` is None, and the distance is the number of ranks in an item. `at`
-    is the position in the text that an error message shows.
+    the text has no `by`, `step` is None, and the distance is the number of ranks in an item. `c`
+    has the text, and `at` is the position in it that an error message shows.
     """
     try:
         (ids, shape), (ends, other) = _flatten(first), _flatten(last)

@@ -1,12 +1,12 @@
 """Equal extents (sizes of axes) of a fusion, and the extent that represents all equal ones.
 
-Ops that join axes require equal extents. If one of two equal extents is a symbol, such as `i0`, the
-other extent replaces it everywhere. If both are symbols, the symbol with the higher number is
-replaced. The replacement is called the representative.
+An op such as an addition requires that its operands have equal extents. If one of two equal extents
+is a symbol, such as `i0`, the other extent replaces it everywhere. If both are symbols, the symbol
+with the higher number is replaced. The replacement is called the representative.
 
-In some equalities, no symbol can be replaced: `2*i0 = 3*i1`, `i0 = min(4, i0)`. Such an equality
-replaces only extents that equal its left side as a whole, and not parts of extents. Every equality
-is also a condition on the inputs, which `fuser.ir.binding` checks.
+In some equalities, no symbol can be replaced: `2*i0 = 3*i1`, `i0 = min(4, i0)`. The right side then
+replaces the left side only if an extent is exactly this expression, and not inside a larger
+expression. Every equality is also a condition on the inputs, which `fuser.ir.binding` checks.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class ExtentClasses:
         """Stores that `a` and `b` are equal. If `b` is a symbol, `a` replaces it from now on.
 
         If only `a` is a symbol, `b` replaces it. If neither is a symbol, or `b` contains the symbol
-        `a`, the equality replaces only whole extents and no parts of extents. The caller ensures
-        that `a` and `b` are results of `canonical`. `reason` describes who requires the equality.
+        `a`, an extent is replaced only if it is exactly one of the two, and not inside a larger
+        expression. The caller ensures that `a` and `b` are results of `canonical`. `reason`
+        describes who requires the equality.
         """
         if self._is_shared:
             self._classes, self._whole = dict(self._classes), dict(self._whole)
@@ -158,7 +159,7 @@ class ExtentClasses:
 
 
 def _rank(x: Scalar) -> tuple[int, object]:
-    """Returns the key by which `unify` sorts two equal extents, of which one replaces the other.
+    """Returns a sort key by which `unify` decides which of two equal extents replaces the other.
 
     Constants come first, then symbols by number, then other expressions. Of two symbols, the one
     with the lower number thus replaces the other.

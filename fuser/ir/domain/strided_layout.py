@@ -19,8 +19,8 @@ class StridedLayout:
     long. Alignment is measured against VECTOR_BYTES, the size of the widest vector access.
 
     - `itemsize`: the bytes of one element.
-    - `skipped`: by how many elements the first element is behind an address that is a multiple of
-      VECTOR_BYTES.
+    - `skipped`: the distance in elements from the last address that is a multiple of VECTOR_BYTES
+      to the first element. It is 0 if the first element is aligned.
     - `span`: the number of elements of memory from the first to the last element, both included.
     - `is_plain`: whether the tensor is contiguous and its first element is at a multiple of
       VECTOR_BYTES.
@@ -45,8 +45,8 @@ class StridedLayout:
     def of(t: torch.Tensor, skipped: int) -> StridedLayout:
         """Returns the layout of a torch tensor.
 
-        `skipped` says by how many elements the first element is behind an address that is a
-        multiple of VECTOR_BYTES, the size of the widest vector access.
+        `skipped` is the distance in elements from the last aligned address to the first element. An
+        aligned address is a multiple of VECTOR_BYTES, the size of the widest vector access.
         """
         shape, strides, is_contiguous = t.shape, t.stride(), t.is_contiguous()
         span = t.numel() if is_contiguous else _span(shape, strides)
@@ -58,8 +58,8 @@ class StridedLayout:
     ) -> StridedLayout:
         """Returns the layout of a tensor with this shape and these strides, in elements.
 
-        `skipped` says by how many elements the first element is behind an address that is a
-        multiple of VECTOR_BYTES, the size of the widest vector access.
+        `skipped` is the distance in elements from the last aligned address to the first element. An
+        aligned address is a multiple of VECTOR_BYTES, the size of the widest vector access.
         """
         is_contiguous, dense = True, 1
         for n, step in zip(reversed(shape), reversed(strides), strict=True):
@@ -119,7 +119,7 @@ class StridedLayout:
         return self.span * self._itemsize
 
     def storage_offset(self) -> int:
-        """Returns by how many elements the first element is behind an aligned address.
+        """Returns the distance in elements from the last aligned address to the first element.
 
         An aligned address is a multiple of VECTOR_BYTES, the size of the widest vector access.
         """

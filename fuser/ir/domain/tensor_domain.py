@@ -8,9 +8,10 @@ numbers in four orders, which are called domains:
 - allocation: the axes in memory order.
 - loop: the axes that become loops, threads and devices.
 
-Transforms (`SplitTransform`, `MergeTransform`, `Resize`, `Swizzle1D`, `Shift`) derive one of these
-from another. All classes are frozen: scheduling creates a new `TensorDomain` and assigns it to the
-tensor. `fuser.ir.domain.axis_path` computes sizes, indices and strides along transforms.
+Transforms (`SplitTransform`, `MergeTransform`, `Resize`, `Swizzle1D`, `Shift`) derive the axes of
+one domain from those of another. All classes are frozen: scheduling creates a new `TensorDomain`
+and assigns it to the tensor. `fuser.ir.domain.axis_path` computes sizes, indices and strides along
+transforms.
 """
 
 from __future__ import annotations
@@ -279,9 +280,10 @@ class Shift:
     rows, `inp` the axis within a row, and `same` a copy of `rows`.
 
     If the length of a row is not a multiple of the vector width, most rows begin at an unaligned
-    address. After the shift, a multiple of `width` along `out` is also a multiple of `width` in
-    memory, if rows are adjacent in memory. `out` has width - 1 iterations more than `inp`.
-    Iterations before the first and after the last element of a row are skipped.
+    address. After the shift, a vector whose index along `out` is a multiple of `width` is aligned
+    in memory. This requires that each row begins in memory where the row before ends. `out` has
+    width - 1 iterations more than `inp`. Iterations before the first and after the last element of
+    a row are skipped.
     """
 
     rows: int
@@ -429,8 +431,8 @@ class TensorDomain:
         """Returns the domain with these axes.
 
         By default, the loop axes are the logical axes (those that users see), and the tensor has no
-        gaps in memory. `between` are further axes: those that transforms derive, and from which
-        other transforms derive the axes above.
+        gaps in memory. `between` are axes of which only `transforms` have the numbers: intermediate
+        results, such as an axis that one split derives and that another split divides.
         """
         axes: dict[int, IterDomain] = {}
         for axis in (*between, *root, *allocation, *(loop or ()), *logical):
@@ -660,7 +662,9 @@ class TensorDomain:
         )
 
     def in_logical_order(self) -> TensorDomain:
-        """Returns a copy of the domain whose memory has the order that users see, without gaps."""
+        """Returns a copy of the domain for a row-major tensor: memory has no gaps, and its order
+        is that of the axes that users see.
+        """
         return self.having(allocation=(), contiguity=contiguity_for(self.logical))
 
     def map_axes(self, fn: Callable[[IterDomain], IterDomain]) -> TensorDomain:
@@ -824,7 +828,8 @@ def domain_problem(domain: TensorDomain) -> str | None:
     - Each axis in memory has a correct contiguity flag.
     - Each axis is derived by exactly one transform.
     - No two loop axes are split over the same mesh dimension.
-    - No two loop axes have the same parallel type of loops over CUDA streams.
+    - No two loop axes have the same stream type (`stream`, `stream_y`, `stream_z`), which says that
+      the iterations of the axis run on CUDA streams.
     """
     axes = domain.maybe_allocation
     if len(domain.contiguity) != len(axes):

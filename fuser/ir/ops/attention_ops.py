@@ -120,7 +120,7 @@ class AttentionOp(LibraryOp):
 
     @property
     def draws(self) -> bool:
-        """Whether elements are dropped at random, because dropout_p is not the constant 0."""
+        """Whether dropout may drop elements at random: dropout_p is not the constant 0."""
         dropped = self._value("dropout_p")
         return not (isinstance(dropped, Const) and dropped.value == 0)
 
@@ -323,8 +323,9 @@ class SdpaFwdOp(AttentionOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         for *has, grouped in itertools.product((False, True), repeat=4):
             named = zip(("bias", "mask", "scale"), has, strict=True)
@@ -384,8 +385,9 @@ class SdpaBwdOp(AttentionOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         for scale, grouped in itertools.product((True, False), (False, True)):
             absent = {} if scale else {"scale": None}

@@ -1,4 +1,4 @@
-"""Lookups, which read a table at positions in an index tensor, and scatters, which write to them.
+"""Lookups, which read a table at the positions in an index tensor, and scatters, which write there.
 
 The *looked-up axis* is the axis of the table along which the index selects positions. The values of
 an index are known only inside kernels, and any element of a result may need any position of that
@@ -404,8 +404,8 @@ class ScatterOp(LibraryOp):
         """Returns the axes that must not be split over devices.
 
         These are `dim`, because any position of it may be written, and the axes along which the
-        sizes of inp, index and src may differ. Along the latter, equal parts of two tensors have
-        different positions.
+        sizes of inp, index and src may differ. If two tensors of different sizes are split into
+        equally many blocks, a device does not have the same positions of both.
         """
         return {self.dim, *(k for k, _ in self.limits())}
 

@@ -76,8 +76,9 @@ class ProductOp(LibraryOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         for given in itertools.product((True, False), repeat=len(cls.OPTIONAL)):
             yield cls._variant([f for f, has in zip(cls.OPTIONAL, given, strict=True) if not has])
@@ -280,8 +281,9 @@ class GroupedMmaOp(ProductOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         yield cls._variant([*cls.SCALES])
         yield from super().variants()

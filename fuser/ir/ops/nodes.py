@@ -61,8 +61,9 @@ class UnaryOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         for kind in kinds_of(1):
             for is_float in (False, True):
@@ -98,8 +99,9 @@ class CastOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         spellings = {cast_spelling(s, d): None for s in INFO for d in INFO}
         for spelling in spellings:
@@ -144,8 +146,9 @@ class BinaryOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         for kind in kinds_of(2):
             for is_float in (False, True):
@@ -180,8 +183,9 @@ class TernaryOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         for kind in kinds_of(3):
             yield {"kind": kind}, ternary_template(kind)
@@ -240,8 +244,8 @@ class IotaOp(TensorOp):
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
         """Returns the axes of `out` that must not be split over devices.
 
-        This is axis 0, the only axis: the op computes all numbers from `start` on, and not a later
-        part of them.
+        This is axis 0, the only axis: the op always begins with the number `start`, so it cannot
+        compute the block of a device that begins with a later number.
         """
         return (0,)
 
@@ -281,8 +285,9 @@ class RandomOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         for kind, spellings in cls.KINDS.items():
             for spelled in spellings:
@@ -365,8 +370,9 @@ class LoadStoreOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         for kind in LoadStoreOpType:
             for cache_op in CacheOp:
@@ -416,8 +422,9 @@ class Reshard(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         for source in (False, True):
             for target in (False, True):
@@ -565,8 +572,9 @@ class ReductionOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         for kind in cls.KINDS:
             yield (
@@ -687,9 +695,10 @@ class MatmulOp(Contraction):
 class LinearOp(Contraction):
     """A linear layer: out = x @ weight.T + bias. The bias is optional.
 
-    The axes are x [*i, n_in], weight [*w, n_out, n_in] and bias [*w, n_out]. The result is [*w, *i,
-    n_out, n_in], where n_in is marked as a reduction axis. In a host program, the op may compute a
-    single output feature: weight is then [n_in], bias is [], and out is [*i, n_in].
+    The axes are x [*i, n_in], weight [*w, n_out, n_in] and bias [*w, n_out]. `*i` and `*w` stand
+    for any number of axes. The result is [*w, *i, n_out, n_in], where n_in is marked as a reduction
+    axis. In a host program, the op may compute a single output feature: weight is then [n_in], bias
+    is [], and out is [*i, n_in].
     """
 
     out: TensorView = result()
@@ -712,8 +721,9 @@ class LinearOp(Contraction):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         yield {}, "{out}\n   = linear({x},\n            {weight},\n            {bias})"
         yield {"bias": None}, "{out}\n   = linear({x},\n            {weight})"
@@ -748,7 +758,7 @@ class LinearOp(Contraction):
         """Returns, per axis [*w, *i, n, k] of the result, the corresponding operand axis, or None.
 
         k is the axis that is summed over. Operand 0 is x [*i, k], 1 is weight [*w, n, k], and 2 is
-        the bias [*w, n].
+        the bias [*w, n]. `*i` and `*w` stand for any number of axes.
         """
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
@@ -884,8 +894,9 @@ class PadOp(TensorOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         yield {"filler": None}, "{out}\n   = pad( {inp}, {widths} )"
         yield {}, "{out}\n   = pad( {inp}, {widths}, {filler} )"
@@ -895,8 +906,8 @@ class CatOp(TensorOp):
     """The concatenation of tensors along axis `dim`.
 
     Each operand in `pieces` is already padded to the size of out, so that all of them have the same
-    loops as out. For index i along `dim`, the op reads the operand k with ends[k - 1] <= i <
-    ends[k].
+    loops as out. `ends[k]` is the index along `dim` at which the elements of operand k end. For
+    index i, the op therefore reads the operand k with ends[k - 1] <= i < ends[k].
     """
 
     out: TensorView = result()

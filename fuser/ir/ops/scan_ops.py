@@ -124,8 +124,9 @@ class ScanOp(AlongAxisOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         for kind in ReductionOp.KINDS:
             yield {"kind": kind}, cls._template(kind)
@@ -166,8 +167,9 @@ class ArgsortOp(AlongAxisOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         for down, stable in itertools.product((False, True), repeat=2):
             yield {"descending": down, "stable": stable}, cls._template(down, stable)
@@ -209,8 +211,9 @@ class TopKOp(AlongAxisOp):
     def variants(cls) -> Iterator[Variant]:
         """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        A template is the text of an op, with placeholders such as `{out}` for its fields. The
-        parser takes the first template that matches a text. The op gets its attribute values.
+        A template is the text of an op, with placeholders such as `{out}` for its fields. If a text
+        matches a template, the parser creates an op with the attribute values of this pair. Of
+        several templates that match, the first is taken.
         """
         for largest, in_order in itertools.product((False, True), repeat=2):
             yield {"largest": largest, "sorted": in_order}, cls._template(largest, in_order)

@@ -133,8 +133,8 @@ class Scalar:
     def __bool__(self) -> bool:
         """Raises `ArgumentError`, because the value is known only when the program runs.
 
-        The exception is a scalar whose dtype is not Bool, outside of a user's definition. It is
-        true there, as any Python object is by default.
+        Outside of a user's definition, returns True for a scalar whose dtype is not Bool, as for
+        any Python object by default.
         """
         if self.dtype is not DataType.Bool and not is_users_comparison():
             return True
@@ -213,10 +213,10 @@ def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
-    """Returns both operands as scalars, after converting an integer or Bool to a floating dtype.
+    """Returns both operands as scalars. If one is an integer or Bool and the other is floating, the
+    first is converted to the dtype of the second.
 
-    This is the dtype of the other operand. If the other operand has no real floating dtype, nothing
-    is converted.
+    Complex operands, and operands of equal dtypes, are not converted.
     """
     a, b = as_scalar(a), as_scalar(b)
     if a.dtype is b.dtype:
@@ -254,10 +254,11 @@ _known_lock = threading.Lock()
 
 
 def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tuple[_S, bool]:
-    """Returns the scalar with this key, and whether the scalar is new.
+    """Returns the scalar with the key `key`, and whether the scalar is new.
 
-    Equal scalars are one object, so a scalar that exists already is returned. If the scalar is new,
-    the caller sets its fields and passes it to `_published`.
+    Equal scalars have equal keys and are one object, so a scalar that exists already is returned.
+    If the scalar is new, the caller sets its fields and passes it to `_published`. `depth` says how
+    many levels of operands are nested in the scalar.
     """
     found = _known.get(key)
     if found is not None:
@@ -624,8 +625,8 @@ def from_terms(terms: Mapping[Monomial, int], dtype: DataType) -> Scalar:
 def int_dtype(a: Scalar, b: Scalar) -> DataType:
     """Returns the dtype of the result of an integer op on `a` and `b`.
 
-    Of two different dtypes, a literal takes the dtype of the other operand. Otherwise, the result
-    is Index if one operand is Index, else Int.
+    If the dtypes differ and one operand is a literal, this is the dtype of the other operand. If
+    they differ and there is no literal, it is Index if one operand is Index, else Int.
     """
     if a.dtype is b.dtype:
         return a.dtype

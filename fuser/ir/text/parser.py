@@ -561,7 +561,11 @@ class Parser(ValueParser):
         return read(self)
 
     def _rows(self, length: int) -> tuple[TensorView | Scalar, ...]:
-        """Reads values in groups of `length`, such as `{a, b} {c, d} }`, and returns one tuple."""
+        """Reads values in groups of `length`, and returns one tuple of all values.
+
+        For `length` 2, the text is `{a, b} {c, d} }`. The brace that the last one closes has been
+        read before.
+        """
         c = self.cursor
         found: list[TensorView | Scalar] = []
         while not c.take_if("}"):
@@ -752,8 +756,8 @@ def parse_fusion_at(
     """Reads the text of a fusion from the cursor's position up to the cursor's end.
 
     `bounds` maps the names of integer symbols to their lower bounds. If `in_full` is not None, the
-    text must have a section with all axes of each tensor. Otherwise an error is raised, which shows
-    the position `in_full`.
+    text must have a section with all axes of each tensor. If such a section is missing, an error is
+    raised, which shows the position `in_full` of the text.
     """
     fusion = Fusion()
     parser = Parser(cursor, fusion, bounds=bounds)

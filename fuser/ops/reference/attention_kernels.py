@@ -304,8 +304,8 @@ def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | 
 
 # ------------------------------------------------------------------ torch's calls
 def _call(name: str) -> Callable[..., Any]:
-    """Returns torch's function with this name: from `torch` if it is there, because this takes the
-    least time on the host, else from `torch.ops.aten`.
+    """Returns torch's function with this name: from `torch` if it is there, because calls of these
+    functions take the least time on the host, else from `torch.ops.aten`.
     """
     found = getattr(torch, name, None)
     return found or getattr(torch.ops.aten, name)
@@ -369,8 +369,8 @@ def _in_words(t: Tensor) -> Tensor:
 
 
 def _aligned(t: Tensor) -> bool:
-    """Whether the last axis of `t` has stride 1 and begins at a multiple of 16 bytes for every
-    index of the other axes.
+    """Returns whether the last axis of `t` has stride 1 and begins at a multiple of 16 bytes for
+    every index of the other axes.
     """
     unit = _WORD // t.itemsize
     steps = (step for n, step in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
@@ -390,8 +390,8 @@ def _by_words(t: Tensor) -> Tensor:
 
 
 def _is_by_words(t: Tensor) -> bool:
-    """Whether the last axis of `t` is a multiple of 16 bytes and aligned, so that an attention
-    kernel can read `t` without a copy.
+    """Returns whether the length of the last axis of `t` is a multiple of 16 bytes and the axis is
+    aligned, so that an attention kernel can read `t` without a copy.
     """
     return not t.shape[-1] * t.itemsize % _WORD and _aligned(t)
 
@@ -432,8 +432,10 @@ def _bias(added: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _rows_seen(added: Tensor, *, is_causal: bool) -> Tensor:
-    """Returns, for each query, whether some key has a score other than -inf, so that attention is
-    defined. `added` is the tensor that is added to the scores.
+    """Returns, for each query, whether it reads some key: whether some score is not -inf.
+
+    `added` is the tensor that is added to the scores; it is -inf for a key that is masked. Without
+    a key, the softmax of the scores is not defined.
     """
     seen = added.isneginf().logical_not_()
     return (seen.tril_() if is_causal else seen).any(-1)
@@ -488,8 +490,8 @@ def _cudnn_bias(given: Given) -> Tensor | None:
 
 
 def _begins_dense(t: Tensor) -> bool:
-    """Whether the address of `t` is a multiple of 16 bytes, and its last axis has stride 1, as
-    cuDNN's attention kernel requires.
+    """Returns whether the address of `t` is a multiple of 16 bytes, and its last axis has stride 1,
+    as cuDNN's attention kernel requires.
     """
     return t.stride(-1) == 1 and t.data_ptr() % _WORD == 0
 
@@ -934,10 +936,10 @@ def _check(call: Attention, query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _met(call: Attention, operands: Operands) -> Operands:
-    """Returns query, key and value of an attention, broadcast to equal batch sizes and numbers of
-    heads.
+    """Returns query, key and value of an attention, broadcast to equal batch sizes.
 
-    If several query heads read each head of keys and values, keys and values keep fewer heads.
+    They are also broadcast to equal numbers of heads. The exception is a call in which several
+    query heads read the same head of keys and values: keys and values then keep fewer heads.
     """
     shapes = [t.shape[:-3] for t in operands]
     heads = [t.shape[-3] for t in operands]

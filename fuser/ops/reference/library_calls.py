@@ -245,7 +245,10 @@ def bind_grouped_scales(op: GroupedScalesOp, bound: CallOperands) -> LibraryCall
 
 # ------------------------------------------------------------------ writes at indices
 def is_inside(index: Tensor, extent: int) -> bool:
-    """Whether all elements of `index` are in the range 0 to `extent` - 1; waits for the device."""
+    """Returns whether all elements of `index` are in the range 0 to `extent` - 1.
+
+    The host waits for the device, because it needs the elements.
+    """
     return not index.numel() or (int(index.min()) >= 0 and int(index.max()) < extent)
 
 

@@ -175,8 +175,9 @@ _AS_THEY_ARE = Product(torch.mm, ((0, None), (1, None)))
 
 
 def _can_view(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether torch can view the tensor with another shape without a copy; False for an empty
-    tensor.
+    """Returns whether torch can view the tensor with another shape without a copy.
+
+    Returns False for an empty tensor.
     """
     try:
         return x.numel() > 0 and (_is_own(x, shape) or x.view(shape) is not None)
@@ -192,8 +193,9 @@ def _as(x: Tensor, shape: tuple[int, ...]) -> ViewOf | None:
 
 
 def _is_own(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether `x` already has the shape `shape`, so that it needs no view. The first size is not
-    compared, because it may be -1 in `shape` (a size to infer).
+    """Returns whether `x` already has the shape `shape`, so that it needs no view.
+
+    The first size is not compared, because it may be -1 in `shape` (a size to infer).
     """
     return x.dim() == len(shape) and x.shape[1:] == shape[1:]
 
@@ -288,7 +290,7 @@ def _lies_as_wanted(x: Tensor) -> bool:
 
 
 def _can_write(out: Tensor) -> bool:
-    """Whether torch's kernel for scaled products can write directly into `out`, without a copy."""
+    """Returns whether torch's kernel for scaled products can write into `out` without a copy."""
     return out.is_cuda and out.is_contiguous() and not out.data_ptr() % _ALIGNMENT
 
 
@@ -520,8 +522,8 @@ def _takes_native(given: Given) -> bool:
 
 
 def _is_matrix(x: Tensor) -> bool:
-    """Whether the matrix `x` is stored by rows or by columns that are aligned to 16 bytes, as
-    torch's kernel for grouped products requires.
+    """Returns whether the matrix `x` is stored by rows or by columns that are aligned to 16 bytes,
+    as torch's kernel for grouped products requires.
     """
     m, n = x.shape[-2:]
     row, column = x.stride()[-2:]
