@@ -596,9 +596,10 @@ def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str
     """Returns the lines of text inside the braces of a kernel that runs several kernels side by
     side in one launch (horizontal fusion).
 
-    Each CUDA block belongs to one of these kernels. From its number, the block computes to which
-    one it belongs, and its block index in a launch of that kernel alone. If a launched block does
-    the work of several, the lines are in a loop. Also returns the lines without this loop.
+    Each CUDA block belongs to one of these kernels. From its own number, it computes to which
+    kernel it belongs, and the block index that it would have if only that kernel were launched. If
+    a launched block does the work of several blocks, the lines are in a loop. Also returns the
+    lines without this loop. `index_ctype` is the C type of indices.
     """
     writer = Writer()
     block = "blockIdx.x" if kernel.fold is None else "fold"

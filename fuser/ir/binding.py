@@ -189,9 +189,10 @@ class Binder:
     def _make_at_once(self) -> Callable[[Sequence[Argument]], Values | None]:
         """Compiles a fast version of `bind`: one Python function that computes all symbols.
 
-        The function takes the arguments of a call. It returns None if some equality does not hold,
-        or if some symbol cannot be computed from sizes that come before it. `bind` then computes
-        the values symbol by symbol, or raises the error.
+        The function takes the arguments of a call and returns the values. It returns None if some
+        equality does not hold. It also returns None if it cannot compute every symbol in one pass
+        over the inputs and then over the equalities of extents. `bind` then computes the values
+        symbol by symbol, or raises the error.
         """
         text, order = PythonText(), list[Symbol]()
         names, lines, constant = text.names, text.lines, text.constant

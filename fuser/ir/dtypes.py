@@ -330,9 +330,9 @@ def _combine(hi: DataType | None, lo: DataType | None) -> DataType | None:
     """Returns the dtype to which torch promotes operands of a higher priority and of a lower one.
 
     torch has three priorities: tensors with dimensions, tensors without, and Python numbers. `hi`
-    and `lo` are the promoted dtypes of the operands of either priority, or None if there are no
-    such operands. `lo` has an effect only if its category is higher, for example a float number
-    with an integer tensor.
+    is the promoted dtype of the operands of the higher priority, and `lo` that of the lower one.
+    Each is None if there are no such operands. `lo` has an effect only if its category is higher,
+    for example a float number with an integer tensor.
     """
     if hi is None or lo is None:
         return hi if lo is None else lo

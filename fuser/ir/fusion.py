@@ -536,8 +536,8 @@ class TensorView:
     def cache_before(self, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
         """Inserts a new tensor, which the op of this tensor now computes, and returns it.
 
-        This tensor becomes a copy of the new tensor. Schedules use this to compute an output in
-        registers and to write it to memory afterwards.
+        This tensor becomes a copy of the new tensor, by a copy op of the kind `op_type`. Schedules
+        use this to compute an output in registers and to write it to memory afterwards.
         """
         return PRIMITIVES["cache_before"](self, op_type)
 
@@ -868,7 +868,12 @@ class Fusion:
         expanded: Scalar | None = None,
         rfactor: bool = False,
     ) -> IterDomain:
-        """Creates an axis with an unused number. No tensor contains the axis yet."""
+        """Creates an axis with an unused number. No tensor contains the axis yet.
+
+        `kind` says whether this is an iteration, reduction or broadcast axis. `expanded` is the
+        size of an expanded broadcast axis, whose `extent` is 1. `rfactor` marks an axis that the op
+        derives from other axes of the tensor.
+        """
         return IterDomain(self.next_axis(), kind, extent, expanded=expanded, rfactor=rfactor)
 
     def clone_axis(self, axis: IterDomain, **changes: object) -> IterDomain:
@@ -892,7 +897,8 @@ class Fusion:
         """Creates a tensor. Its number is `number`, or by default an unused number.
 
         If `domain` is a sequence of axes, these are both the axes that users see and the loop axes,
-        and the tensor has no gaps in memory.
+        and the tensor has no gaps in memory. `memory` is the kind of memory, by default registers
+        (`local`). `mesh` has the devices that store the tensor.
         """
         if not isinstance(domain, TensorDomain):
             domain = TensorDomain.of(tuple(domain))

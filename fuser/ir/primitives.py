@@ -37,8 +37,9 @@ def cache_after(
 ) -> TensorView:
     """Inserts a copy between `tv` and the ops that read it, and returns the copy.
 
-    If `cached_uses` is not empty, only these ops read the copy. Schedules use this to load an input
-    into registers or shared memory once. The copy has the loops and the mesh of `tv`, and no
+    `op_type` and `cache_op` are the kind and the cache hint of the copy. If `cached_uses` is not
+    empty, only these ops read the copy. Schedules use this to load an input into registers or
+    shared memory once. The copy has the loops and the mesh of `tv`, and no
     reduction axes. It has the memory order of `tv` if `propagate_allocation_domain` is True.
 
     Raises:
@@ -72,8 +73,9 @@ def cache_after(
 def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
     """Inserts a new tensor, which the op of `tv` now computes, and returns the new tensor.
 
-    `tv` becomes a copy of the new tensor. Schedules use this to compute an output in registers and
-    to write it to memory afterwards. The new tensor has the axes and loops that `tv` had before.
+    `tv` becomes a copy of the new tensor, by a copy op of the kind `op_type`. Schedules use this to
+    compute an output in registers and to write it to memory afterwards. The new tensor has the axes
+    and loops that `tv` had before.
 
     Raises:
         DefinitionError: `tv` is a fusion input, or already shares loops with the ops that read it.

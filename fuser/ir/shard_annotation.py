@@ -59,7 +59,10 @@ Dims = tuple[int | None, ...]
 
 
 def _swapped(first: object, second: object) -> str:
-    """Returns the error message if a mesh is passed before the tensor; "" if not."""
+    """Returns the error message for a call of `shard` with a mesh before the tensor, or "".
+
+    `first` and `second` are the first two arguments of the call.
+    """
     if not (isinstance(first, DeviceMesh) and isinstance(second, TensorView)):
         return ""
     return (

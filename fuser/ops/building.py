@@ -332,9 +332,9 @@ def _promoted_as(values: Sequence[Operand], *, is_on_tensors: bool) -> list[tupl
     """Returns the pair (dtype, kind of operand) of each operand, from which the common dtype of the
     operands is determined.
 
-    If the op has tensor operands, only the category (bool, int, float, complex) of a scalar
-    matters, not its width. A Double scalar is then listed as Float, for example, so that it does
-    not widen the result, unless the definition asks for wide numbers.
+    If the op has tensor operands (`is_on_tensors`), only the category (bool, int, float, complex)
+    of a scalar matters, not its width. For example, a Double scalar is then listed as Float, so
+    that it does not widen the result. A definition with the option `double_numbers` keeps Double.
     """
     operands: list[tuple[DataType, Rank]] = [(operand_dtype(v), rank_class(v)) for v in values]
     is_wide = not is_on_tensors or active_fusion().double_numbers

@@ -393,8 +393,9 @@ def _of_indices(
     """Returns (loss of each target, weight of the target's class) of a cross entropy, for class
     indices `target`.
 
-    `x` has the logits, with the classes along `axis`. `smoothing` is the share of the target that
-    is spread evenly over all classes.
+    `x` has the logits, with the classes along `axis`. `weight` has a factor for each class, and
+    targets that are `ignore_index` have a loss of 0. `smoothing` is the share of the target that is
+    spread evenly over all classes.
     """
     name, dtype, classes = "cross_entropy", x.dtype(), x.size(axis)
     if target.ndim != x.ndim - 1:
@@ -450,8 +451,9 @@ def _of_probabilities(
 ) -> TensorView:
     """Returns the losses of a cross entropy for class probabilities `target`.
 
-    `x` has the logits, with the classes along `axis`. `smoothing` is the share of the target that
-    is spread evenly over all classes.
+    `x` has the logits, with the classes along `axis`. `weight` has a factor for each class.
+    `smoothing` is the share of the target that is spread evenly over all classes. `ignore_index`
+    must be negative, because it applies to class indices only.
     """
     name = "cross_entropy"
     if ignore_index >= 0:

@@ -202,8 +202,8 @@ def scaled_mm(
       scale2 [1, n].
     - bias is [n] or [m, n].
     - The second and third result are always None. nvFuser uses them for an output that is quantized
-      in blocks, for which `output_block_scale_size` and `output_gamma` are passed. This is not
-      supported, so leave both at their defaults.
+      in blocks, for which the arguments `output_..` are passed. This is not supported, so leave
+      these arguments at their defaults.
 
     Raises:
         DefinitionError: a shape is wrong, or `beta` is passed without `bias`.
@@ -379,7 +379,7 @@ def grouped_mm(
 
     - Rows and columns that belong to no group are 0.
     - Without scales, both matrices have the same floating dtype, and the result has this dtype,
-      too.
+      too. With scales, the dtype of the result is `dtype`.
     - With scales, each group is a product as by `scaled_mm`. scale1 is [m, 1] or [g, m, 1], scale2
       [1, n] or [g, 1, n], alpha and beta [g], bias [n], [m, n] or [g, m, n]. Any of these axes may
       have size 1. Scales, alpha and beta may also have one element.
@@ -387,6 +387,8 @@ def grouped_mm(
       in each run. The exception is groups of rows in BFloat16 on GPUs of compute capability 9.0 and
       10.0, for which torch has one kernel. The GPU then replaces a wrong offset by the nearest
       correct offset, and the next run of the program raises the error.
+    - The arguments `output_..` are those of nvFuser for outputs with block scales. These are not
+      supported, so leave the arguments at their defaults.
 
     Raises:
         DefinitionError: a shape is wrong, or only one of the scales is passed.

@@ -340,7 +340,8 @@ def var_mean(
     """Computes (variance, mean) over the axes `dims`.
 
     The sum of squared deviations is divided by max(count - correction, 0). The variance of a
-    complex operand is the sum of the variances of the real and imaginary parts.
+    complex operand is the sum of the variances of the real and imaginary parts. `keepdim` keeps the
+    reduced axes with size 1.
 
     Raises:
         DefinitionError: `correction` is negative, an axis does not exist or is repeated, or `dims`
@@ -369,6 +370,7 @@ def _complex_var_mean(
 ) -> tuple[TensorView, TensorView]:
     """Computes (variance, mean) of a complex tensor from its real and imaginary parts.
 
+    The parameters are those of `var_mean`.
     The variance is the mean squared distance from the mean in the complex plane: the sum of the
     variances of the parts.
     """
@@ -384,7 +386,7 @@ def var(
     """Computes the variance over the axes `dims`.
 
     The mean is computed first, then the deviations from the mean. The sum of squared deviations is
-    divided by max(count - correction, 0).
+    divided by max(count - correction, 0). `keepdim` keeps the reduced axes with size 1.
 
     Raises:
         DefinitionError: `correction` is negative, an axis does not exist or is repeated, or `dims`

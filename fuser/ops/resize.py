@@ -109,6 +109,7 @@ def slice(
 ) -> TensorView:
     """Returns the elements [start, end) of every axis.
 
+    - `start_indices` and `end_indices` have one bound per axis. `strides` must be 1 for every axis.
     - An end beyond the extent is clamped, as in torch.
     - A negative bound raises an error. A symbolic bound is checked when its value is known.
     - With `manual_normalization`, the caller guarantees bounds in range. Symbolic bounds are then

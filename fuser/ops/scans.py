@@ -175,7 +175,8 @@ def argsort(
 ) -> TensorView:
     """Returns the indices (Int) that sort the elements along axis `dim`.
 
-    With `stable`, equal elements keep their order. NaN is larger than all numbers here.
+    With `descending`, the largest element is first. With `stable`, equal elements keep their order.
+    NaN is larger than all numbers here.
 
     Raises:
         DefinitionError: there is no axis `dim`.

@@ -149,7 +149,8 @@ class ExtentClasses:
         """Stores that two extents are equal. Of two symbols, `y` becomes the representative.
 
         `canonical` then returns `y` for both symbols, even if `y` has the higher number. If `x` or
-        `y` is not a symbol, the method does the same as `unify`.
+        `y` is not a symbol, the method does the same as `unify`. `reason` describes who requires
+        the equality.
         """
         x, y = self.canonical(x), self.canonical(y)
         if isinstance(x, Symbol) and isinstance(y, Symbol) and x != y:

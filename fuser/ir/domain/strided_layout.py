@@ -58,8 +58,9 @@ class StridedLayout:
     ) -> StridedLayout:
         """Returns the layout of a tensor with this shape and these strides, in elements.
 
-        `skipped` is the distance in elements from the last aligned address to the first element. An
-        aligned address is a multiple of VECTOR_BYTES, the size of the widest vector access.
+        `itemsize` is the number of bytes of one element. `skipped` is the distance in elements from
+        the last aligned address to the first element. An aligned address is a multiple of
+        VECTOR_BYTES, the size of the widest vector access.
         """
         is_contiguous, dense = True, 1
         for n, step in zip(reversed(shape), reversed(strides), strict=True):

@@ -233,7 +233,7 @@ class Swizzle1D:
     """The rotation of an axis: inp -> out, where index of inp = (index of out + c) % extent.
 
     c is the coordinate of the executing device along the mesh dimension `ptype`, such as `mesh_x`.
-    With it, each device begins a loop with its own part, as ring schedules need.
+    Each device thus begins a loop with the block that it stores itself, as ring schedules need.
     """
 
     inp: int
@@ -601,8 +601,9 @@ class TensorDomain:
     ) -> TensorDomain:
         """Returns a copy of the domain with some of its fields replaced.
 
-        `axes` are new axes, or axes with changed properties. Axes that no field and no transform
-        contains any more are dropped.
+        The parameters are the fields with the same names, but `logical`, `loop`, `root` and
+        `allocation` have axis numbers. None keeps a field. `axes` are new axes, or axes with
+        changed properties. Axes that no field and no transform contains any more are dropped.
         """
 
         def group(new: Iterable[int] | None, old: tuple[int, ...]) -> tuple[int, ...]:
@@ -772,10 +773,10 @@ def _pruned(
     contiguity: tuple[bool | None, ...],
     transforms: tuple[Transform, ...],
 ) -> TensorDomain:
-    """Returns a domain with these fields, and without the axes that no field needs.
+    """Returns the domain with these fields, after dropping axes that nothing refers to.
 
-    An axis is needed if a transform or one of the tuples contains its number. The remaining axes
-    are sorted by number.
+    An axis of `axes` is kept if a transform or one of the tuples of axis numbers contains its
+    number. The remaining axes are sorted by number.
     """
     used = {*root, *logical, *allocation, *loop}
     for t in transforms:
@@ -939,10 +940,12 @@ class DomainBuilder:
     def split(
         self, inp: IterDomain, factor: Scalar, *, inner_split: bool = True, rfactor: bool = False
     ) -> tuple[IterDomain, IterDomain]:
-        """Splits an axis into two axes and returns (outer, inner).
+        """Splits the axis `inp` into two axes and returns (outer, inner).
 
-        Both axes inherit the kind and the parallel type. If the axis is an expanded broadcast axis,
-        its expanded size is split, and both results have extent 1.
+        `factor` is the extent of the inner axis, or of the outer axis if `inner_split` is False.
+        `rfactor` says whether the axes are marked as derived by the op itself. Both axes inherit
+        the kind and the parallel type. If `inp` is an expanded broadcast axis, its expanded size is
+        split, and both results have extent 1.
         """
 
         def sizes(extent: Scalar) -> tuple[Scalar, Scalar]:
@@ -1006,7 +1009,8 @@ class DomainBuilder:
     def swizzle(self, inp: IterDomain, ptype: ParallelType) -> IterDomain:
         """Rotates an axis by the executing device's coordinate along the mesh dimension `ptype`.
 
-        Returns the new axis. With it, each device begins a loop with its own part (`Swizzle1D`).
+        Returns the new axis. In a loop over this axis, each device begins with the block that it
+        stores itself (`Swizzle1D`).
         """
         out = self._derive(inp)
         self._lead(Swizzle1D(inp.number, out.number, ptype), inp)

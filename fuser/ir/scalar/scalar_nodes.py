@@ -270,10 +270,10 @@ def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tu
 
 
 def _published(made: _S, key: object) -> _S:
-    """Stores a new scalar in the table of all scalars, after the caller has set its fields.
+    """Stores the new scalar `made` in the table of all scalars, by its key.
 
-    Returns the stored scalar. This is another object if another thread has stored an equal scalar
-    in the meantime.
+    The caller has set the fields of the scalar. Returns the stored scalar. This is another object
+    than `made` if another thread has stored an equal scalar in the meantime.
     """
     with _known_lock:
         return cast(_S, _known.setdefault(key, made))
@@ -364,7 +364,10 @@ class Symbol(Scalar):
         return self.hi is not None
 
     def with_range(self, *, lo: int | None, hi: Scalar | int | None = None) -> Symbol:
-        """Returns the symbol with the same name and dtype, and another range."""
+        """Returns the symbol with the same name and dtype, and the range from `lo` to `hi`.
+
+        Both ends are included, and None means no bound.
+        """
         return Symbol(self.name, self.dtype, lo=lo, hi=hi)
 
 

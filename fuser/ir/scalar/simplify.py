@@ -213,9 +213,9 @@ _ENDS_OF_DIVISION = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
 def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
     """Returns the largest (or, with `largest=False`, smallest) value of a quotient or remainder.
 
-    `atom` is the quotient or remainder, and contains an index, such as that of a loop. The value is
-    computed over all positions of the index. The divisor must be positive. Returns None if the
-    value is unknown.
+    `atom` is the quotient or remainder, and contains an index, such as that of a loop. The result
+    is the extreme over all values of the index. The divisor must be positive. Returns None if the
+    extreme is unknown.
     """
     x, b = atom.args
     if atom.op in ("/", "%") and not is_nonnegative(x):

@@ -293,6 +293,7 @@ def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | 
 
     Returns None for empty operands, and if the scores (query @ key.T) are multiplied by a factor <=
     0. The kernels take the maximum before they multiply, so such a factor would give wrong results.
+    `is_backward` says whether the gradient is computed.
     """
     if not all(t.numel() for t in (given.query, given.key, given.value)) or given.factor <= 0:
         # Kernels take the maximum before they multiply by the factor. A factor of 0 or below
@@ -434,8 +435,9 @@ def _bias(added: Tensor, rows: int, columns: int) -> Tensor:
 def _rows_seen(added: Tensor, *, is_causal: bool) -> Tensor:
     """Returns, for each query, whether it reads some key: whether some score is not -inf.
 
-    `added` is the tensor that is added to the scores; it is -inf for a key that is masked. Without
-    a key, the softmax of the scores is not defined.
+    `added` is the tensor that is added to the scores; it is -inf for a key that is masked. If
+    `is_causal`, a query reads no key after its own position. Without a key, the softmax of the
+    scores is not defined.
     """
     seen = added.isneginf().logical_not_()
     return (seen.tril_() if is_causal else seen).any(-1)
@@ -1092,6 +1094,8 @@ def _scores(call: Attention, query: Tensor, key: Tensor, added: Tensor | None) -
 def _weights(scores: Tensor, log_sumexp: Tensor) -> Tensor:
     """Returns the softmax of the attention scores over the keys; 0 for a query without a score
     above -inf.
+
+    `log_sumexp` is that of the scores of each query.
     """
     lse = log_sumexp.unsqueeze(-1)
     return torch.exp(scores - lse).masked_fill(lse.isneginf(), 0)

@@ -59,6 +59,7 @@ def random_numbers(
 ) -> Tensor:
     """Returns the elements of a random tensor at the positions `index` (int64).
 
+    Every element depends only on its position, `seed` and `offset`.
     `kind` is "uniform" or "normal". `ends` are the bounds of the uniform distribution, or the mean
     and the standard deviation of the normal distribution.
     """
@@ -114,7 +115,10 @@ def _sum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _units(words: Sequence[Tensor], real: torch.dtype) -> list[Tensor]:
-    """Returns the numbers in (0, 1] that four random words represent: 4 floats or 2 doubles."""
+    """Returns the numbers in (0, 1] that four random words represent: 4 floats or 2 doubles.
+
+    `real` is the dtype of the numbers, float32 or float64.
+    """
     if real is torch.float32:
         return [(w.to(real) + 0.5) * 2.0**-32 for w in words]
     pairs = ((words[1] << 21 | words[0] >> 11), (words[3] << 21 | words[2] >> 11))
