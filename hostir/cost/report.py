@@ -23,6 +23,8 @@ from hostir.ir.program import HostIrContainer
 
 # The numbers of classes, links and critical ops in a text report. The JSON has all.
 _SHOWN_CLASSES, _SHOWN_LINKS, _SHOWN_OPS = 8, 24, 12
+# The place of a mesh dimension if sender and receiver are on different meshes.
+BETWEEN_MESHES = "between meshes"
 # Sorted intervals (begin, end) that do not touch.
 Intervals = list[tuple[float, float]]
 
@@ -115,6 +117,12 @@ class CommunicationCost:
     sent_nbytes: int
     received_nbytes: int
     seconds: float = 0.0
+
+
+def along_text(along: str) -> str:
+    """Returns the words for the mesh dimensions of a communication: `along mesh_x`, or `between
+    meshes`."""
+    return along if along == BETWEEN_MESHES else f"along {along}"
 
 
 def sent_along(communications: Iterable[CommunicationCost]) -> dict[str, int]:
@@ -271,7 +279,7 @@ def communications_of(
         CommunicationCost(
             lines[id(row.op)],
             Site(row.op).text(lines),
-            row.along or "between meshes",
+            row.along or BETWEEN_MESHES,
             row.members,
             int(row.times[place]),
             round(float(row.sent[place])),
@@ -402,12 +410,12 @@ def _class_lines(one: RankTimes, device: str) -> list[str]:
 def _communication_lines(one: RankTimes) -> list[str]:
     """Returns the lines about the bytes that each rank of a class sends along each mesh dimension,
     and in each communication."""
-    lines = [f"  sent along {along}: {size_text(n)}" for along, n in one.sent_along.items()]
+    lines = [f"  sent {along_text(along)}: {size_text(n)}" for along, n in one.sent_along.items()]
     if one.communications:
         lines.append("  communications, with the bytes that a rank sends and the time alone:")
     for row in one.communications[:_SHOWN_OPS]:
         sent = f"{size_text(row.sent_nbytes):>11} {ms(row.seconds)} {row.times:4} x"
-        lines.append(f"  {sent}  {row.members} ranks along {row.along}, {row.op}")
+        lines.append(f"  {sent}  {row.members} ranks {along_text(row.along)}, {row.op}")
     if (more := len(one.communications) - _SHOWN_OPS) > 0:
         lines.append(f"    and {more} more (--json has them)")
     return lines

@@ -27,7 +27,7 @@ from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.support.errors import InputError, UnsupportedError
 from hostir.analysis.sliced_inputs import sliced_inputs
-from hostir.cost.report import CommunicationCost, Prediction, ms, size_text
+from hostir.cost.report import CommunicationCost, Prediction, along_text, ms, size_text
 from hostir.ir.diagnostics import line_numbers
 from hostir.ir.effects import Shows
 from hostir.ir.ops import (
@@ -324,6 +324,8 @@ class _Why:
         before, after = self.cuts(inp), self.cuts(out)
         pairs = [(inp, p) for p, axis in before.items() if after.get(p) != axis]
         pairs += [(out, p) for p, axis in after.items() if before.get(p) != axis]
+        if inp.mesh != out.mesh:
+            pairs += [(inp, p) for p in before]
         rows = [(self.row(tv.number, p), p) for tv, p in pairs]
         paths = [self.path(row, p) for row, p in rows if row is not None]
         found = [row for path in (*paths, self.wanted(out)) for row in path]
@@ -395,9 +397,14 @@ class _Why:
             return ""
         steps = f" in {cost.times} steps" if cost.times > 1 else ""
         time = ms(cost.seconds, 0)
+        ends = (
+            "from each sender to its receiver"
+            if isinstance(op, P2PCommunication)
+            else f"from each rank{steps}, among {cost.members} ranks"
+        )
         return (
-            f"{size_text(cost.sent_nbytes)} from each rank{steps}, among {cost.members} ranks "
-            f"along {cost.along}; {time} alone on {self.prediction.machine}"
+            f"{size_text(cost.sent_nbytes)} {ends} {along_text(cost.along)}; {time} alone on "
+            f"{self.prediction.machine}"
         )
 
     def ends(self, op: Op) -> tuple[TensorView, TensorView] | None:

@@ -82,13 +82,13 @@ def test_an_example_of_several_ranks(
     kinds = re.findall(r"\(type=(\w+)", str(program))
     assert Counter(kinds) == (COLLECTIVES[name] if ranks > 1 else {})
     why = communications_explained(program)
-    assert Counter(type_ for type_, _ in why) == Counter(kinds)
-    for _, details in why:
-        check_explanation(name, ranks, details)
+    assert Counter(kind for kind, _ in why) == Counter(kinds)
+    for kind, details in why:
+        check_explanation(name, ranks, kind, details)
 
 
 def communications_explained(program: HostIrContainer) -> list[tuple[str, dict[str, str]]]:
-    """Returns the type of each collective, and what `hostir why` says about it, by name."""
+    """Returns the type of each communication, and what `hostir why` says about it, by name."""
     values = {**symbol_values(program, {}), NUMBER_OF_STREAMS: 4}
     costs = predict(program, simulated_schedule(program, values, H200))
     found: list[tuple[str, dict[str, str]]] = []
@@ -96,21 +96,29 @@ def communications_explained(program: HostIrContainer) -> list[tuple[str, dict[s
         if line.startswith("  "):
             name, _, text = line.strip().partition(": ")
             found[-1][1][name] = text
-        elif started := re.match(r"Communication \d+ \((\w+) of .*because ", line):
-            found.append((started[1], {}))
-    return found
+        else:
+            started = re.match(r"\w*Communication \d+ \((\w+) of .*because ", line)
+            found.append((started[1] if started else "", {}))
+    return [(kind, details) for kind, details in found if kind]
 
 
-def check_explanation(name: str, ranks: int, details: dict[str, str]) -> None:
-    """Checks that the words about a collective name placements, the example's lines and costs."""
-    assert [*details] == ["placement", "annotated", "cost", "instead"]
+def check_explanation(name: str, ranks: int, kind: str, details: dict[str, str]) -> None:
+    """Checks that the words about a communication name placements, the example's lines and
+    costs."""
+    known = ["placement", "annotated", "cost", "instead"]
+    assert [*details] == known[: {"send": 3, "recv": 2}.get(kind, 4)]
     before, _, after = details["placement"].partition(" -> ")
-    words = r"(replicated|((partial sums|axis \d split) over mesh_x(, )?)+)"
+    split = r"(partial (sums|results of MAX)|axis \d split) over mesh_x"
+    words = rf"(replicated|{split}(, axis \d split over mesh_x)?)( on DeviceMesh\S+( \d+)*\}})?"
     assert re.fullmatch(words, before) and re.fullmatch(words, after) and before != after
     lines = details["annotated"].split(", ")
     assert all(re.search(rf"/{name}\.py:\d+$", line) for line in lines)
-    assert re.match(rf"\d.* from each rank, among {ranks} ranks along mesh_x; ", details["cost"])
-    assert re.match(r"no other sequence|(\w+ \+ )+\w+, .* as much$", details["instead"])
+    if kind == "send":
+        assert re.match(r"\d.* from each sender to its receiver between meshes; ", details["cost"])
+    elif kind != "recv":
+        among = f"among {ranks} ranks along mesh_x; "
+        assert re.match(rf"\d.* from each rank, {among}", details["cost"])
+        assert re.match(r"no other sequence|(\w+ \+ )+\w+, .* as much$", details["instead"])
 
 
 def test_rms_norm_is_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
