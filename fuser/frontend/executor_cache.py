@@ -414,8 +414,9 @@ class FusionExecutorCache(Watching, Inspection):
             return self._draws.take(inputs, device), lambda run: run
         return self._draws.look(inputs, device)
 
-    def _read(self, inputs: Iterable[object]) -> Iterable[object]:
-        """Returns the inputs of the program, from the inputs that the caller passed.
+    def _read(self, inputs: Iterable[object], rank: int | None = None) -> Iterable[object]:
+        """Returns the inputs of the program, from the inputs that the caller passed on `rank`, by
+        default on this rank.
 
         CPU tensors without axes are replaced by their values. Sizes that are computed from floats
         are appended, because the program has inputs for them. Shards that are shorter than those of
@@ -425,7 +426,8 @@ class FusionExecutorCache(Watching, Inspection):
         inputs = inputs if self._float_sizes is None else self._float_sizes.complete(inputs)
         if self._uneven is None:
             return inputs
-        return self._uneven.padded(inputs, Communicator.instance().rank())
+        here = Communicator.instance().rank() if rank is None else rank
+        return self._uneven.padded(inputs, here)
 
     def _cut(self, call: CallCacheEntry, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the results of a run of `call` without the padding of uneven shards."""
@@ -434,11 +436,11 @@ class FusionExecutorCache(Watching, Inspection):
         shardings = call.bound.program.output_shardings
         return self._uneven.cut(outputs, shardings, call.communicator.rank())
 
-    def _completed(self, inputs: Iterable[object]) -> list[Argument]:
+    def _completed(self, inputs: Iterable[object], rank: int | None = None) -> list[Argument]:
         """Returns the inputs of the program (including seeds and computed sizes), from the inputs
-        of a call that is only inspected, not run.
+        of a call on `rank` that is only inspected, not run. By default, it is this rank.
         """
-        inputs = self._read(inputs)
+        inputs = self._read(inputs, rank)
         return (
             flatten(inputs, declared=self._fusion.inputs)
             if self._draws is None
@@ -744,7 +746,7 @@ class FusionExecutorCache(Watching, Inspection):
             cache = self if moved is self._defined else FusionExecutorCache(moved)
             return cache.lower_for_job(inputs, replace(described, mesh=None))
         job, device = planned_job(self._fusion, described), torch.device(described.device)
-        given = self._completed(stand_ins(self._defined, inputs))
+        given = self._completed(stand_ins(self._defined, inputs, job.rank()), job.rank())
         values = self._binder.values(given)
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
         found = self._classifier.classify(given, sizes, device)

@@ -14,15 +14,21 @@ from fuser.ir.binding import Argument
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import Fusion, TensorView
-from fuser.ir.memory_layout import declared_order, expanded_positions
+from fuser.ir.memory_layout import declared_order
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import DEVICE_TYPES
 from fuser.support.arguments import Mismatch, take_integer
 from fuser.support.errors import InputError, ShardingError, UnsupportedError, user_code
 from fuser.support.inputs import check_count
+from hostir.ir.shard_layout import allocated_strides
 from multidevice.coordination.bounded_wait import Team
 from multidevice.sharding.placement import add_cuts, axis_cuts, unparallelize
-from multidevice.sharding.queries import has_streams, local_sizes, requested_devices
+from multidevice.sharding.queries import (
+    has_streams,
+    local_sizes,
+    requested_devices,
+    uneven_positions,
+)
 
 if TYPE_CHECKING:
     from hostir.cost.rank_program import JobDescription
@@ -195,13 +201,15 @@ def _move(tv: TensorView, mesh: DeviceMesh) -> None:
 # Inputs without memory.
 
 
-def stand_ins(fusion: Fusion, inputs: Sequence[object] | None) -> list[Argument]:
-    """Returns one rank's inputs of a definition, with tensors on torch's meta device, which have no
-    memory.
+def stand_ins(fusion: Fusion, inputs: Sequence[object] | None, rank: int) -> list[Argument]:
+    """Returns the inputs of a definition on `rank`, with tensors on torch's meta device.
+
+    Tensors on this device have no memory.
 
     `inputs` has the global shape of each tensor, or None for a tensor whose extents are numbers in
     the definition, and the value of each number. A CPU scalar is a tensor of one element, on the
-    CPU. Shards are dense, in the declared memory order.
+    CPU. Shards are dense, in the declared memory order. A shard may be shorter than that of other
+    ranks.
 
     Raises:
         InputError: an extent or a number is missing, or does not fit the definition.
@@ -211,7 +219,7 @@ def stand_ins(fusion: Fusion, inputs: Sequence[object] | None) -> list[Argument]
     given = [None] * len(declared) if inputs is None else list(inputs)
     check_count(len(given), declared, fusion.scalar_lines)
     return [
-        _shard(fusion, position, tv, value)
+        _shard(fusion, position, tv, value, rank)
         if isinstance(tv, TensorView)
         else _number(position, tv, value, fusion)
         for position, (tv, value) in enumerate(zip(declared, given, strict=True))
@@ -228,19 +236,19 @@ def _number(position: int, declared: object, value: object, fusion: Fusion) -> A
     )
 
 
-def _shard(fusion: Fusion, position: int, tv: TensorView, value: object) -> torch.Tensor:
-    """Returns the shard of an input tensor, without memory."""
+def _shard(fusion: Fusion, position: int, tv: TensorView, value: object, rank: int) -> torch.Tensor:
+    """Returns the shard of an input tensor on `rank`, without memory."""
     dtype = to_torch(tv.dtype())
     if tv.is_cpu_scalar:
         return torch.ones((), dtype=dtype)
-    shape = local_sizes(tv, _global_shape(fusion, position, tv, value))
-    order = declared_order(tv) or tuple(range(len(shape)))
-    strides, step, repeated = [0] * len(shape), 1, expanded_positions(tv)
-    for axis in reversed(order):
-        if axis not in repeated:
-            strides[axis] = step
-            step *= max(shape[axis], 1)
-    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    whole, uneven = _global_shape(fusion, position, tv, value), uneven_positions(tv)
+    for axis, found in uneven.items():
+        whole[axis] = found.block * found.devices
+    shape = list(local_sizes(tv, whole))
+    for axis, found in uneven.items():
+        assert tv.mesh is not None, f"{tv} is sharded without a mesh"
+        shape[axis] = found.block_at(tv.mesh.coordinate(rank, found.ptype))[1]
+    return torch.empty_strided(shape, allocated_strides(tv, shape), dtype=dtype, device="meta")
 
 
 def _global_shape(fusion: Fusion, position: int, tv: TensorView, value: Any) -> list[int]:

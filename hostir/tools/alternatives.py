@@ -6,14 +6,16 @@ send.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 
 from fuser.ir.fusion import TensorView
+from fuser.ir.op import Op
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.types import DEVICE_TYPES
+from fuser.ir.types import DEVICE_TYPES, ParallelType
 from hostir.cost.report import size_text
+from hostir.ir.ops import HostOp
 from multidevice.sharding.placement import Cut, Placement, placement
 from multidevice.sharding.queries import partial_sum_axes
 from multidevice.sharding.redistribution import PlanCost, SumStage, cheapest_detour, step_cost
@@ -28,7 +30,7 @@ from multidevice.transports.base.collectives import (
 _Plan = tuple[PlanCost, tuple[SumStage, ...]]
 
 
-def alternative_words(inp: TensorView, out: TensorView, sent_nbytes: int) -> str:
+def alternative_words(op: Op, inp: TensorView, out: TensorView, sent_nbytes: int) -> str:
     """Returns the cheapest other sequence of steps that changes the placement of `inp` to that of
     `out`, with its bytes, such as `Allgather + LocalSlice, 3.072 kB from each rank, 3.0 times as
     much`.
@@ -36,7 +38,7 @@ def alternative_words(inp: TensorView, out: TensorView, sent_nbytes: int) -> str
     `sent_nbytes` are the bytes that a rank sends in the communication that makes the change.
     Returns "" if the change is not one communication on one mesh.
     """
-    before, after = stage_of(inp), stage_of(out)
+    before, after = stage_of(inp, summed_by(op)), stage_of(out)
     if inp.mesh != out.mesh or len(before.placement) != len(after.placement):
         return ""
     # Parts along other mesh dimensions stay as they are.
@@ -59,13 +61,28 @@ def alternative_words(inp: TensorView, out: TensorView, sent_nbytes: int) -> str
     return f"{steps}, {size_text(round(sent_nbytes * ratio))} from each rank, {times}"
 
 
-def stage_of(tv: TensorView) -> SumStage:
+def summed_by(op: Op) -> tuple[ParallelType, ...]:
+    """Returns the mesh dimensions over which the communication `op` reduces; () for other ops."""
+    movement = op.movement if isinstance(op, HostOp) else None
+    if movement is None or movement.collective is None or movement.team is None:
+        return ()
+    return movement.team.ptypes if movement.collective.reduces else ()
+
+
+def stage_of(tv: TensorView, summed: Collection[ParallelType] = ()) -> SumStage:
     """Returns how devices divide the axes of a tensor, and along which mesh dimensions they have
     parts of its sums.
+
+    The communication of which `tv` is the operand reduces over the mesh dimensions `summed`.
     """
     sums, cuts = partial_sum_axes(tv), placement(tv, DEVICE_TYPES)
-    kept = tuple(mine for position, mine in enumerate(cuts) if position not in sums)
-    return SumStage(kept, tuple(cut for position in sums for cut in cuts[position]))
+    parts = {
+        position
+        for position, mine in enumerate(cuts)
+        if position in sums or any(cut.ptype in summed for cut in mine)
+    }
+    kept = tuple(mine for position, mine in enumerate(cuts) if position not in parts)
+    return SumStage(kept, tuple(cut for position in sorted(parts) for cut in cuts[position]))
 
 
 def _scattered(

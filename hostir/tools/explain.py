@@ -16,7 +16,7 @@ other sequence of steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fuser.ir.fusion import TensorView
@@ -24,7 +24,7 @@ from fuser.ir.op import Op, walk
 from fuser.ir.provenance import Origin
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
-from fuser.ir.types import DEVICE_TYPES, ParallelType
+from fuser.ir.types import ParallelType
 from fuser.support.errors import InputError, UnsupportedError
 from hostir.analysis.sliced_inputs import sliced_inputs
 from hostir.cost.report import CommunicationCost, Prediction, along_text, ms, size_text
@@ -40,9 +40,10 @@ from hostir.ir.ops import (
     StartCoalescing,
 )
 from hostir.ir.program import HostIrContainer
-from hostir.tools.alternatives import alternative_words
-from multidevice.sharding.placement import SPREAD_TYPES, placement
-from multidevice.sharding.queries import partial_sum_axes, sharded_logical_axis
+from hostir.tools.alternatives import alternative_words, stage_of, summed_by
+from multidevice.sharding.placement import SPREAD_TYPES
+from multidevice.sharding.queries import sharded_logical_axis
+from multidevice.sharding.redistribution import SumStage
 
 # Parallel type -> the position of the axis that it cuts.
 Cuts = dict[ParallelType, int]
@@ -382,7 +383,7 @@ class _Why:
         if cost is None or not isinstance(op, Communication):
             return ""
         try:
-            return alternative_words(*self.as_written(inp, out), cost.sent_nbytes)
+            return alternative_words(op, *self.as_written(inp, out), cost.sent_nbytes)
         except UnsupportedError:
             return ""
 
@@ -607,37 +608,29 @@ def change_words(op: Op, inp: TensorView, out: TensorView) -> str:
     of another tensor inside a loop.
     """
     movement = op.movement if isinstance(op, HostOp) else None
-    kind, summed = "SUM", tuple[ParallelType, ...]()
-    if movement is not None and movement.collective is not None:
-        kind = movement.red_op
-        if movement.collective.reduces and movement.team is not None:
-            summed = movement.team.ptypes
+    kind = "SUM" if movement is None else movement.red_op
     try:
-        before, after = _placement_words(inp, kind, summed), _placement_words(out, kind, ())
+        before, after = (
+            _placement_words(stage, kind) for stage in (stage_of(inp, summed_by(op)), stage_of(out))
+        )
     except UnsupportedError:
         return ""
     meshes = "" if inp.mesh == out.mesh else f" on {out.mesh}"
     return f"{before}{f' on {inp.mesh}' if meshes else ''} -> {after}{meshes}"
 
 
-def _placement_words(tv: TensorView, reduction: str, summed: Collection[ParallelType]) -> str:
-    """Returns a text such as `axis 0 split over mesh_x`. The communication of which `tv` is the
-    operand reduces over the mesh dimensions `summed`.
+def _placement_words(stage: SumStage, reduction: str) -> str:
+    """Returns a text such as `axis 0 split over mesh_x`. `reduction` is the name of the reduction
+    that adds the parts of sums.
     """
-    parts, partial = partial_sum_axes(tv), list[str]()
     texts: list[str] = []
-    axis = 0
-    for position, cuts in enumerate(placement(tv, DEVICE_TYPES)):
-        names = " and then ".join(cut.ptype.name for cut in cuts)
-        if position in parts or any(cut.ptype in summed for cut in cuts):
-            partial.append(names)
-            continue
-        if cuts:
-            texts.append(f"axis {axis} split over {names}")
-        axis += 1
-    if partial:
+    if stage.parts:
         what = "sums" if reduction == "SUM" else f"results of {reduction}"
-        texts.insert(0, f"partial {what} over {' and '.join(filter(None, partial))}")
+        texts.append(f"partial {what} over {' and '.join(c.ptype.name for c in stage.parts)}")
+    for axis, cuts in enumerate(stage.placement):
+        if cuts:
+            names = " and then ".join(cut.ptype.name for cut in cuts)
+            texts.append(f"axis {axis} split over {names}")
     return ", ".join(texts) or "replicated"
 
 

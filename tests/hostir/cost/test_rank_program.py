@@ -84,9 +84,19 @@ def scaled_noise() -> None:
     x.fusion.add_output(total)
 
 
+def uneven_rows() -> None:
+    mesh = DeviceMesh(range(4))
+    x = define_tensor([7, 8], contiguity=True)
+    x.fusion.add_input(x)
+    shard(x, mesh, [Shard(0)])
+    total: Any = ops.sum(ops.exp(x), [0])
+    x.fusion.add_output(total)
+
+
 PROGRAMS: dict[str, tuple[Callable[[], None], list[tuple[int, ...] | float]]] = {
     **{n: (CASES[n].define, [*CASES[n].shapes]) for n in ("mlp4", "mesh2x2", "encoder2")},
     "scaled noise": (scaled_noise, [(8, 8), 3.0]),
+    "uneven rows": (uneven_rows, [(7, 8)]),
 }
 
 
@@ -129,6 +139,27 @@ def test_the_program_is_that_of_a_job(
 
 
 # ------------------------------------------------------------------ numbers by hand
+def uneven(mesh: DeviceMesh) -> FusionDefinition:
+    """7 rows over 4 ranks: blocks of 2, 2, 2 and 1."""
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([7, 8], contiguity=True, mesh=mesh, placements=[Shard(0)])
+        y = fd.ops.exp(x)
+        shard(y, mesh, [Replicate()])
+        fd.add_output(y)
+    return fd
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_with_a_shorter_shard_has_the_same_program(rank: int) -> None:
+    """Programs have blocks of one size, to which shorter shards are padded."""
+    mesh = DeviceMesh(range(4))
+    planned = hostir.program_for(uneven(mesh), rank=rank, device="cpu")
+    first = hostir.program_for(uneven(mesh), device="cpu")
+    assert planned.program.full_text() == first.program.full_text()
+    assert planned.input_nbytes == 2 * 8 * 4
+    assert planned.sent_along == {"mesh_x": 3 * 2 * 8 * 4}
+
+
 @pytest.mark.parametrize(("y", "x"), [(2, 2), (8, 8), (256, 64)])
 def test_memory_and_bytes_of_a_rank(y: int, x: int) -> None:
     """Bytes of bfloat16; the sum of rows is in float32."""
@@ -283,7 +314,7 @@ def test_ranks_and_meshes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ShardingError, match=r"rank 4 is on no mesh .* choose a rank of DeviceMesh"):
         hostir.program_for(mlp(mesh_of(2, 2)), inputs=SHAPES, rank=4)
     with pytest.raises(ShardingError, match=r"extent 512 .* is not divisible by the 3 devices"):
-        hostir.program_for(mlp(mesh_of(3, 2)), inputs=SHAPES)
+        hostir.program_for(mlp(mesh_of(3, 2)), inputs=SHAPES)  # uneven extents must be constant
     with FusionDefinition() as fd:
         fd.add_output(fd.ops.neg(fd.define_tensor([4])))
     with pytest.raises(ShardingError, match="the definition names no mesh"):
