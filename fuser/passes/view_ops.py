@@ -40,6 +40,11 @@ def is_copy(op: TensorOp) -> TypeGuard[nodes.LoadStoreOp]:
     return isinstance(op, nodes.LoadStoreOp) and not op.out.domain.root
 
 
+def is_permute(op: TensorOp) -> TypeGuard[nodes.LoadStoreOp]:
+    """Returns whether an op is a copy whose result has the axes of its operand in another order."""
+    return isinstance(op, nodes.LoadStoreOp) and bool(op.out.domain.root)
+
+
 def views_of_inputs(fusion: Fusion) -> set[TensorView]:
     """Returns the outputs that are views of an input, and the tensors between them and the input. A
     view shares the memory of its operand.

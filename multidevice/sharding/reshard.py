@@ -23,7 +23,7 @@ from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.ops.nodes import LoadStoreOp, ReductionOp, Reshard
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import DEVICE_TYPES, ParallelType
-from fuser.passes.view_ops import is_copy
+from fuser.passes.view_ops import is_copy, is_permute
 from fuser.support.arguments import require
 from fuser.support.errors import ShardingError, UnsupportedError, user_code
 from multidevice.sharding.mesh_transfer import MeshTransfer, transfer_between
@@ -431,7 +431,11 @@ class Copies:
     """Creates copies of tensors with another placement. Returns an existing copy if there is one.
 
     The placement of a tensor says how its axes are divided over devices and the iterations of a
-    stream loop. An existing copy is used if source tensor, mesh and placement are equal.
+    stream loop. An existing copy is used if source tensor, mesh and placement are equal. If a
+    source is a permuted tensor, and the other tensor has a copy with the same divisions, this copy
+    is permuted, so that nothing is communicated:
+
+        y = permute(x), u = set(x), v = set(y)   ->   u = set(x), v = permute(u)
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -450,9 +454,31 @@ class Copies:
         if known is not None and self._is_before(known, before):
             return known
         made = copy_like(source, mesh, cuts)
-        self._fusion.insert_before(before, [LoadStoreOp(made, source).replace(where=before.where)])
+        op = self._permute_of_copy(source, made, before) or LoadStoreOp(made, source)
+        self._fusion.insert_before(before, [op.replace(where=before.where)])
         self._known[(source, mesh, cuts)] = made
         return made
+
+    def _permute_of_copy(
+        self, source: TensorView, made: TensorView, before: TensorOp
+    ) -> LoadStoreOp | None:
+        """Returns an op that computes `made`, a copy of `source`, from another copy.
+
+        Returns None if `source` is no permuted tensor, if there is no such copy before the op
+        `before`, or if a stream loop computes it.
+        """
+        permute, cuts = source.definition(), placement(made)
+        is_streamed = any(not cut.ptype.is_device for mine in cuts for cut in mine)
+        if permute is None or not is_permute(permute) or is_streamed:
+            return None
+        positions = position_map(permute)
+        order = [positions[p] for p in range(made.ndim)]
+        known = self._known.get((permute.inp, made.mesh, tuple(cuts[p] for p in order)))
+        if known is None or not self._is_before(known, before):
+            return None
+        logical = made.domain.logical_numbers
+        made.domain = made.domain.having(root=[logical[p] for p in order])
+        return LoadStoreOp(made, known)
 
     def feed(
         self, op: TensorOp, index: int, *, mesh: DeviceMesh | None, cuts: Placement

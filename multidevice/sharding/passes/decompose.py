@@ -32,6 +32,7 @@ from multidevice.sharding.passes.partial_sums import (
     add_row_parallel_bias_last,
     exchange_partial_sums,
     factor_spread_reductions,
+    gather_for_products,
     reduces_one_device_axis,
 )
 from multidevice.sharding.passes.redistribute import form_exchanges, split_copies
@@ -83,6 +84,7 @@ def decompose_reshardings(
     """
     if not (has_mesh(fusion) or has_streams(fusion)):
         return
+    gather_for_products(fusion)
     add_row_parallel_bias_last(fusion)
     mask_divided_lookups(fusion)
     factor_spread_reductions(fusion)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from math import prod
 
 from fuser.ir.axis_graph import mapped_axes, tensor_operands
 from fuser.ir.domain.tensor_domain import IterDomain, contiguity_for, numbers
@@ -32,6 +33,7 @@ from fuser.ir.ops.nodes import (
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.types import DEVICE_TYPES, IterType, ParallelType
+from fuser.passes.view_ops import is_permute
 from multidevice.sharding.placement import (
     SPREAD_TYPES,
     Cut,
@@ -48,7 +50,13 @@ from multidevice.sharding.placement import (
     stream_axis_of,
     unparallelize,
 )
-from multidevice.sharding.propagation import apply_steps, apply_transfers, forward_cuts
+from multidevice.sharding.propagation import (
+    apply_steps,
+    apply_transfers,
+    backward_cuts,
+    forward_cuts,
+)
+from multidevice.sharding.queries import local_extents
 from multidevice.sharding.redistribution import SumStage, plan_sums
 from multidevice.sharding.reshard import exchanged_axes
 
@@ -97,6 +105,92 @@ def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
     wide = copy_like(tv, tv.mesh, placement(tv), dtype=DataType.Float)
     ops.append(CastOp(wide, tv))
     return wide
+
+
+# ------------------------------------------------------------------ products without partial sums
+def gather_for_products(fusion: Fusion) -> None:
+    """Removes the division of a summed axis if one operand would have to be divided anew for it.
+
+    In the example, devices divide another axis of `a`. For partial sums, they would send blocks of
+    `a` in an all-to-all, and then the sums in a reduce-scatter. Instead, `b` is gathered, and the
+    result needs no communication:
+
+        out [DIDx(M), N, rDIDx(K)] = matmul(a [DIDx(M), K], b [DIDx(K), N])
+          ->  out [DIDx(M), N, rK] = matmul(a, b)
+
+    The division is removed if another op reads all of `b` in any case. It is also removed if the
+    extents are constants, and a gather sends no more elements.
+    """
+    for op in fusion.exprs:
+        if not isinstance(op, Contraction):
+            continue
+        for number, cuts in reduction_cuts(op.out).items():
+            ptype, axis = cuts[-1].ptype, op.out.domain.axes[number]
+            if ptype.is_device and _is_gathered(op, axis, ptype):
+                unparallelize(op.out, lambda a, p=ptype: a.ptype is p and a.is_reduction())
+
+
+def _is_gathered(op: Contraction, summed: IterDomain, ptype: ParallelType) -> bool:
+    """Returns whether the operand of `op` that `ptype` divides along the axis `summed` is gathered.
+
+    See `gather_for_products`.
+    """
+    out = op.out
+    kept = {a.number for a in out.domain.no_reductions}
+    moved: TensorView | None = None
+    gathered: tuple[TensorView, IterDomain] | None = None
+    for index, operand in tensor_operands(op):
+        source = next((p for p, c in mapped_axes(op, index) if c is summed), None)
+        types = {c.ptype: a for a, mine in forward_cuts(op, index, out) for c in mine}
+        axis = types.get(ptype)
+        if source is None or axis is None:
+            continue
+        if axis is summed and axis_cuts(operand)[source.number][-1].ptype is ptype:
+            gathered = operand, source
+        elif axis.number in kept and ptype in {
+            c.ptype for c in axis_cuts(out).get(axis.number, ())
+        }:
+            moved = operand
+    if moved is None or gathered is None:
+        return False
+    if _is_read_whole(*gathered, ptype, besides=op):
+        return True
+    devices = next(c.devices for c in reduction_cuts(out)[summed.number] if c.ptype is ptype)
+    sizes = [_local_elements(tv) for tv in (gathered[0], moved, out)]
+    if None in sizes:
+        return False
+    whole, blocks, result = (size or 0 for size in sizes)
+    return whole * devices <= blocks + result * devices
+
+
+def _is_read_whole(
+    tv: TensorView, axis: IterDomain, ptype: ParallelType, *, besides: TensorOp
+) -> bool:
+    """Returns whether an op needs a copy of `tv` whose axis `axis` is not divided along `ptype`.
+
+    An op with one operand needs none: it runs on the operand as it is. The op `besides` does not
+    count. If `tv` is a permuted tensor, ops that read the other one count, too.
+    """
+    op = tv.definition()
+    if op is not None and is_permute(op):
+        source = next(p for p, c in mapped_axes(op, 0) if c.number == axis.number)
+        if _is_read_whole(op.inputs[0], source, ptype, besides=op):
+            return True
+    for use in tv.uses():
+        operands = list(tensor_operands(use))
+        if use is besides or len(operands) == 1 or use.out_tensor.mesh != tv.mesh:
+            continue
+        for index, operand in operands:
+            needs = {a.number: c for a, c in backward_cuts(use, index, use.out_tensor)}
+            if operand is tv and ptype not in {c.ptype for c in needs.get(axis.number, ())}:
+                return True
+    return False
+
+
+def _local_elements(tv: TensorView) -> int | None:
+    """Returns how many elements of `tv` a device stores; None if an extent is symbolic."""
+    sizes = [sc.int_value(size) for size in local_extents(tv)]
+    return None if None in sizes else prod(size or 0 for size in sizes)
 
 
 # ------------------------------------------------------------------ partial sums
