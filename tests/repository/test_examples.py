@@ -12,6 +12,7 @@ import runpy
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -34,6 +35,7 @@ COLLECTIVES = {
     "data_parallel_step": {"Allreduce": 2},
     "sequence_parallel_mlp": {"Allgather": 1, "ReduceScatter": 1},
     "uneven_shards": {"Allgather": 1, "ReduceScatter": 1},
+    "megatron_layer": {"Allgather": 4, "ReduceScatter": 4},
     "attention_by_heads": {"Allreduce": 1},
     "sharded_dropout": {},
     "pipeline_handover": {"send": 1, "recv": 1},
@@ -119,6 +121,21 @@ def check_explanation(name: str, ranks: int, kind: str, details: dict[str, str])
         among = f"among {ranks} ranks along mesh_x; "
         assert re.match(rf"\d.* from each rank, {among}", details["cost"])
         assert re.match(r"no other sequence|(\w+ \+ )+\w+, .* as much$", details["instead"])
+
+
+def test_a_megatron_layer_with_whole_tokens_needs_four_allreduces() -> None:
+    text = (EXAMPLES / "megatron_layer.py").read_text()
+    split = "KEPT = Shard(0)"
+    assert text.count(split) == 1
+    text = text.replace(split, "KEPT = __import__('fuser').Replicate()")
+
+    def layer() -> list[str]:
+        names: dict[str, Any] = {}
+        exec(compile(text, "megatron_layer.py", "exec"), names)
+        return re.findall(r"\(type=(\w+)", str(names["fd"].fec.host_program()))
+
+    with simulate(4) as world:
+        assert world.run(layer) == [["Allreduce"] * 4] * 4
 
 
 def test_rms_norm_is_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
