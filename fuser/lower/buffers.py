@@ -175,12 +175,12 @@ class Buffer:
         return ctx.simplify(total)
 
     def _own_element(self, ctx: Context, index: Index, reader: Stage) -> Scalar | None:
-        """Returns the index of the register that is written in the current iteration of the loops,
-        if this register holds the element at `index`; otherwise None.
+        """Returns the index of the register that a reader can use directly: the one that is written
+        in the current iteration of the loops. Returns None if this register does not hold the
+        element at `index`.
 
-        `reader`, the op that reads the buffer, can then use the register without any index
-        computation. The result is also None if the loops of `reader` and of the buffer do not
-        correspond one to one.
+        `reader` is the stage (op with a stored result) that reads the buffer. The result is also
+        None if the loops of `reader` and of the buffer do not correspond one to one.
         """
         for candidate in self._paired(reader):
             written = tuple(
@@ -192,18 +192,18 @@ class Buffer:
         return None
 
     def _traced_index(self, ctx: Context, index: Index, reader: Stage) -> Scalar:
-        """Returns the index, in the register array, of the element at `index`, which has one entry
-        per axis that the user sees.
+        """Returns the register that holds the element at `index`, as an index in the register
+        array. `index` has one entry per axis that the user sees.
 
         The function first computes the loop indices at which this element is written, and then the
         register that is written there.
 
         Raises:
-            NewAssumptionError: no register can be used, so lowering starts again, and `reader`
-                computes the element itself. Either the register index contains a division, so that
-                the compiler could not replace it by a constant, or another thread or iteration
-                holds the element.
-            DefinitionError: another thread or iteration holds an element that must be stored.
+            NewAssumptionError: `reader` must compute the element itself, and lowering starts again.
+                Reasons: another thread or iteration holds the element, or its register index
+                contains a division, which the compiler could not replace by a constant.
+            DefinitionError: another thread or iteration holds the element, and `reader` cannot
+                compute it itself, because it is the result of a reduction.
         """
         symbols = self._traced(ctx, index)
         if symbols is not None and not any(map(_divides, symbols.values())):
@@ -242,8 +242,9 @@ class Buffer:
         """Returns the loop indices at which the element at `index` is written, as a dict from loop
         symbols to indices. `index` has one entry per axis that the user sees.
 
-        Returns None if another thread or iteration holds the element: a loop around the buffer's
-        declaration would then need another index than in the current iteration.
+        Returns None if the registers of the current thread and iteration do not hold the element.
+        This is so if it is written at another index of a loop that surrounds the buffer's
+        declaration.
         """
         if self.stage.reference is not None:
             return None

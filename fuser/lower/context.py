@@ -91,8 +91,8 @@ class Assumptions:
         return {s: sc.mul(by, quotient_symbol(s, by)) for s, by in self.divisible.items()}
 
     def guards(self) -> list[Scalar]:
-        """Returns the conditions of a launch: each size in `divisible` is a multiple of the number
-        with which it is stored there.
+        """Returns the conditions that a launch must satisfy: each size or stride in `divisible` is
+        a multiple of the number that `divisible` has for it.
         """
         return [sc.eq(sc.mod(s, by), 0) for s, by in self.divisible.items()]
 
@@ -140,22 +140,23 @@ class Context:
                 self._require_whole_vectors(stage)
 
     def may_be_partial(self, stage: Stage) -> bool:
-        """Whether some vectors of a stage may contain elements outside of the tensor, or of another
-        row.
+        """Whether some vectors of a stage (op with a stored result) may cross the end of a row or
+        of the tensor. A row has the elements along the vectorised axis, at fixed indices of all
+        other axes.
 
-        A stage is an op whose result is stored. A row is the vectorised axis for one index of the
-        other axes. The kernel tests such vectors. If a vector is not completely inside the row, the
-        kernel processes those of its elements that are inside, one by one.
+        The kernel tests each vector of such a stage. If the vector crosses the end, those of its
+        elements that are inside are processed one by one.
         """
         is_tested = self.nesting.fusion.has_tails or bool(self.shifts(stage.tv))
         return stage.vector is not None and is_tested
 
     def _require_whole_vectors(self, stage: Stage) -> None:
-        """Adds guards that the vectorised axis of a stage is a multiple of the vector's width, so
-        that no vector crosses the end of the axis. A stage is an op whose result is stored.
+        """Adds guards (conditions on sizes that are checked before a launch): the size of the
+        vectorised axis of a stage is a multiple of the vector's width. No vector then crosses the
+        end of the axis.
 
-        A guard is a condition on sizes that is checked before a launch. A stage whose vectors are
-        tested in the kernel (`may_be_partial`) needs no guard.
+        A stage is an op whose result is stored. No guard is added if the kernel itself tests the
+        vectors of the stage (`may_be_partial`).
         """
         if self.may_be_partial(stage):
             return
@@ -181,10 +182,11 @@ class Context:
         return self.nesting.fusion.canonical(tv.domain.axes[number].size)
 
     def shifts(self, tv: TensorView) -> list[Shift]:
-        """Returns the shifts among the steps that derive the loops of `tv` from its axes.
+        """Returns the shifts in the derivation of the loops of `tv` from the axes of `tv`. A
+        derivation consists of splits, merges and shifts.
 
-        A shift adds an offset to the loop index in each row, so that vectors begin at aligned
-        addresses although rows begin anywhere.
+        A shift adds an offset to a loop's index, so that vectors begin at aligned addresses. The
+        offset depends on the row, because a row of the tensor may begin at any address.
         """
         return shifts_of(self.indexer.loop_transforms(tv))
 
@@ -202,9 +204,9 @@ class Context:
         """Returns the splits of axes of `tv` whose last part may be incomplete, because the factor
         may not divide the size of the axis. The kernel must test the index along each such axis.
 
-        With `of_operand`, which is for the result of a reduction, the splits are those of the axes
-        that the reduction reads. If a reduction is divided into several reductions (rfactor), these
-        include the splits that divide it.
+        If `tv` is the result of a reduction, `of_operand` selects the splits of the axes that the
+        reduction reads. These include the splits with which the schedule has divided one reduction
+        into several (rfactor).
         """
         found = self._partial.get((tv, of_operand))
         if found is None:
@@ -224,11 +226,13 @@ def _without_implied(
     transforms: Sequence[Transform], tested: list[SplitTransform]
 ) -> list[SplitTransform]:
     """Returns the splits in `tested` that need a bounds check, because no other check implies it.
+    `transforms` are all splits, merges and shifts of the tensor's axes.
 
-    A split writes an index x as block * factor + inner. If x is known to be less than the extent,
-    then `block` is less than the number of blocks, so a split of `block` needs no check. The same
-    holds for an axis to whose index a shift adds an offset (so that vectors are aligned), because
-    such an axis is always tested.
+    - A split writes an index x as block * factor + inner. The check that x is less than its extent
+      implies that `block` is less than the number of blocks. A further split of `block` therefore
+      needs no check.
+    - A shift adds an offset to an index, so that vectors are aligned. The result is always tested,
+      so a split of it needs no check either.
     """
     implied = {t.out for t in shifts_of(transforms)}
     kept: list[SplitTransform] = []
@@ -294,12 +298,13 @@ class Indexer:
         return tuple(known[a.number] for a in stage.tv.domain.no_reductions)
 
     def _promoted_axes(self, stage: Stage, reader: Stage) -> dict[int, Scalar]:
-        """Returns the index along each axis of a broadcast tensor that is computed in the loops of
-        its reader.
+        """Returns the index along each axis of the broadcast tensor that `stage` computes in the
+        loops of its reader.
 
-        The axes of the tensor have size 1, but its loops are copies of the reader's loops, with the
-        reader's extents. An index along an axis therefore does not follow from the tensor's loops:
-        it is the index at which `reader` reads the tensor, expressed by the copied loops.
+        The axes of the tensor have size 1, but its loops have the extents of the reader's loops.
+        The index along an axis therefore cannot be computed from the axis's own loop. It is the
+        index at which `reader` reads the tensor, with the tensor's loops in place of those of
+        `reader`.
         """
         renamed = {
             theirs.symbol: mine.symbol
@@ -316,11 +321,11 @@ class Indexer:
     def _find_operand(
         self, wanted: TensorView, op: TensorOp, out: TensorView, axes: Mapping[int, Scalar]
     ) -> Index | None:
-        """Returns the index at which `op` reads `wanted`, directly or through tensors that are not
-        stored.
+        """Returns the index at which `op` reads the tensor `wanted`. Returns None if `op` does not
+        read it.
 
-        `axes` has the indices of the axes of `out`, a result of `op`. Returns None if `op` does not
-        read `wanted`.
+        `op` may also read `wanted` through other tensors that are not stored. `axes` has the index
+        along each axis of `out`, a result of `op`: the element that `op` computes.
         """
         for position, value in enumerate(op.inputs):
             if not isinstance(value, TensorView):
@@ -521,11 +526,10 @@ def range_conditions(
 
 
 def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
-    """Returns the tests that the current thread or CUDA block has an iteration of each loop in
-    `loops`.
+    """Returns the tests that the current thread or CUDA block has work in each loop of `loops`.
 
-    A launch may have more threads or blocks than one of the loops has iterations. The excess
-    threads or blocks must do nothing in that loop.
+    A launch may have more threads or blocks than a loop has iterations. The excess threads or
+    blocks must do nothing in that loop.
     """
     conds: list[Scalar] = []
     for loop in loops:
@@ -552,8 +556,9 @@ def writer_predicate(
     """Returns the predicate under which exactly one thread writes an element that several threads
     have computed. A stage is an op whose result is stored.
 
-    - `loops`: the loops of the stage. Along a thread axis without a loop all threads have the same
-      element, so only thread 0 writes.
+    - `loops`: the loops of the stage. If none of them is over a thread axis, such as x, all threads
+      along x have the same element. Only thread 0 then writes. The same holds for axes of CUDA
+      blocks.
     - `conds`: further conditions, which the result includes.
 
     After a reduction over CUDA blocks, only the block that has the result writes.

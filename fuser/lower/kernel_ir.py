@@ -88,7 +88,7 @@ class Fold:
 @record
 class LoweredKernel:
     """A kernel before its text is generated: statements, arguments in order, launch shape, and
-    conditions of a launch.
+    conditions that a launch must satisfy.
 
     - `tensors`, `workspaces`, `scalars`: the global tensors, the zeroed arrays through which CUDA
       blocks exchange values, and the numbers that the kernel uses. `body` uses the names in
@@ -98,15 +98,16 @@ class LoweredKernel:
     - `threads`: the number of threads of a block.
     - `guards`: conditions over sizes and strides (`stride_symbol`) that must hold for a launch.
     - `alignments`: pairs (tensor, bytes). The tensor's address must be a multiple of the bytes.
-    - `min_blocks`: CUDA blocks per multiprocessor for which the compiler must leave registers; 0
-      lets the compiler decide.
+    - `min_blocks`: the number of CUDA blocks that must fit on a multiprocessor at the same time.
+      The compiler limits the registers per thread accordingly; 0 sets no limit.
     - `goes_backwards`: whether the CUDA blocks process the elements of the tensors from the last to
       the first.
     - `cluster`: the number of CUDA blocks that form a cluster, or 1 without clusters.
     - `parts`: the kernels that a horizontally fused launch contains. If there are any, `body` is
       empty.
-    - `fold`: not None if the kernel can be launched with fewer CUDA blocks than there are pieces of
-      work. Each launched block then does several pieces, one after another.
+    - `fold`: the numbers of blocks along x, y and z, if all blocks are numbered along x; otherwise
+      None. If a device accepts fewer blocks than there are, each launched block does the work of
+      several, one after another.
     - `limits`: the guards that compare a launch with the maximum numbers of the device. Empty if
       there is a `fold`, because such a kernel never needs more CUDA blocks than the device accepts.
     """
@@ -436,8 +437,8 @@ class Forget:
     """Tells the compiler that the register array `array` may have changed, although it has not. The
     compiler then computes all values derived from the array again.
 
-    Without this statement, the compiler would hold the array and the derived values in registers,
-    for which there are too few registers.
+    Without this statement, the compiler would keep the derived values in registers beside the
+    array, and the registers do not suffice for both.
     """
 
     array: str
@@ -540,8 +541,8 @@ class ThreadReduce:
     - `parts`: the accumulators.
     - `size`: the number of elements of each accumulator array, or None if accumulators are scalars.
     - `thread_axes`, `grid_axes`: whether to combine along x, y and z, over threads and over blocks.
-    - `same_axes`: for each of x, y and z, whether all threads of a block along this axis hold the
-      same value after the block has combined the values of its threads.
+    - `same_axes`: for each of x, y and z, whether threads of a block that differ only in this
+      coordinate hold the same value, once the block has combined the values of its threads.
     - `packets`, `packets_offset`: the array in global memory through which blocks exchange values,
       and the position in the array that this statement uses.
     - `ticket`: the C variable with the block's number in the order in which blocks begin. This
@@ -645,7 +646,7 @@ def map_statement(
 ) -> Statement:
     """Returns a copy of a statement, with its scalars replaced as by `map_expr`.
 
-    The caller ensures that the statement contains no other statements, as a loop does.
+    The statement must not contain other statements; a loop, for example, is not allowed.
     """
     changes: dict[str, object] = {}
     for name in _SCALAR_FIELDS.get(type(statement), ()):

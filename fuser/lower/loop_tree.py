@@ -39,7 +39,8 @@ StageMemory = Literal["global", "shared", "local", "reduction"]
 
 
 class NoNestError(Exception):
-    """Raised if a local tensor cannot be stored at the loop position that the schedule chose.
+    """Raised if a local tensor cannot be computed and stored in the loop of its reader in which the
+    schedule computes it.
 
     Lowering then starts again, and the ops that read the tensor compute it themselves.
     """
@@ -65,10 +66,10 @@ def _refuse(stage: Stage, message: str) -> NoReturn:
 class Loop:
     """A loop of one stage. A stage is an op whose result is stored.
 
-    The loop can be joined with loops of other stages: the kernel then has one loop for all of them,
+    Loops of several stages can be joined (`join`): the kernel then has one loop for all of them,
     with one extent, parallel type and symbol. `symbol` is the index, or 0 for a loop of extent 1.
-    `is_reduction` is not shared: it says whether this stage reduces the loop's axis, which other
-    stages of the joined loop need not do.
+    `is_reduction` says whether this stage reduces the loop's axis. It may differ between the stages
+    of joined loops.
     """
 
     def __init__(self, extent: Scalar, ptype: ParallelType, *, is_reduction: bool) -> None:
@@ -80,12 +81,15 @@ class Loop:
 
     @property
     def extent(self) -> Scalar:
-        """The number of iterations of this loop, and of all loops joined with it."""
+        """The number of iterations of this loop. Loops that are one loop in the kernel (`join`)
+        have the same number.
+        """
         return self.find()._extent
 
     @property
     def ptype(self) -> ParallelType:
-        """The parallel type of this loop, and of all loops joined with it.
+        """The parallel type of this loop. Loops that are one loop in the kernel (`join`) have the
+        same type.
 
         It says who executes the iterations: one thread, in order (serial), or many threads or
         blocks in parallel.
@@ -94,8 +98,8 @@ class Loop:
 
     @property
     def symbol(self) -> Scalar:
-        """The index of this loop, or 0 for a loop of extent 1. If loops of several stages are one
-        loop in the kernel (`join`), they have the same index.
+        """The index of this loop, or 0 for a loop of extent 1. Loops that are one loop in the
+        kernel (`join`) have the same index.
         """
         return self.find()._symbol
 
@@ -105,7 +109,9 @@ class Loop:
         self.find()._symbol = symbol
 
     def find(self) -> Loop:
-        """Returns the loop that represents all loops joined with this loop (union-find)."""
+        """Returns the loop that stores the extent, type and index for all loops that `join` has
+        made one loop with this one (union-find).
+        """
         loop = self
         while loop._same is not None:
             loop = loop._same
@@ -135,15 +141,16 @@ class Loop:
 class Stage:
     """An op whose result is stored, and the loop nest of the op.
 
-    - `compute_at`: the number of outer loop axes that the schedule shares with the readers.
+    - `compute_at`: the number of outer loop axes of the tensor whose loops are shared with the
+      readers, as the schedule says (compute-at).
     - `reads`: the stages whose buffers this stage reads.
     - `loops`: the loops around the op, from outer to inner, without `vector`.
     - `vector`: the loop over the elements of one vector access, or None.
     - `depth`: the number of loops around the declaration of the buffer.
-    - `positions`: for each loop axis, the position of its loop in the nest.
+    - `positions`: for each loop axis of the tensor, the position of its loop in `loops`.
     - `axis_loops`: the loop of each axis, by axis number (id).
-    - `reference`: another stage whose loop extents this stage uses, or None. Set only for a
-      broadcast that is computed in the loop nest of its consumer.
+    - `reference`: the stage from whose loops this stage takes its loop extents, or None. Set only
+      for a broadcast that is computed in the loops of its reader.
     """
 
     number: int
@@ -192,8 +199,8 @@ class Stage:
 class Nesting:
     """The stages of a fusion in program order. A stage is an op whose result is stored.
 
-    `stage_of` maps a tensor that is stored to its stage. `extents` has the number of threads or
-    CUDA blocks that a launch has along each parallel axis.
+    `stage_of` maps each stored tensor to its stage. `extents` maps a parallel type, such as threads
+    along x, to the number of threads or CUDA blocks of a launch.
     """
 
     fusion: Fusion
@@ -251,11 +258,11 @@ def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> N
 
 
 def _computed_by(nesting: Nesting, exprs: Sequence[TensorOp]) -> dict[TensorView, set[Stage]]:
-    """Returns, for each tensor, the stages whose loops compute or read the tensor. A stage is an op
-    whose result is stored.
+    """Returns, for each tensor, the stages in whose loops the tensor is computed or read. A stage
+    is an op whose result is stored.
 
-    A stage may read a tensor directly, or through other tensors that are not stored. The tensors
-    are in program order.
+    A stage may read a tensor directly, or through other tensors that are not stored. The result has
+    the tensors in program order.
     """
     found: dict[TensorView, set[Stage]] = {}
     for op in reversed(exprs):
@@ -275,12 +282,12 @@ def _fits_registers(fusion: Fusion, tv: TensorView, compute_at: int) -> bool:
     """Whether the local tensor `tv` is stored in registers; otherwise each of its readers computes
     it.
 
-    Returns False unless both conditions hold:
+    It is stored if the following conditions hold. The outer `compute_at` loops of `tv` are shared
+    with its reader; the others are its inner loops.
 
-    - The schedule computes `tv` inside at least one loop of its consumer (`compute_at` > 0), or
-      makes one of the inner loops of `tv` parallel, unrolled or vectorised.
-    - `tv` has axes inside the shared loops, and their extents are constant (except those of thread
-      and block axes), because registers cannot be addressed at run time.
+    - There are shared loops, or an inner loop is parallel, unrolled or vectorised.
+    - There are inner loops, and their extents are constant (except over threads and CUDA blocks),
+      because registers cannot be addressed at run time.
     """
     own = tv.domain.loop[compute_at:]
     is_scheduled = compute_at > 0 or any(a.ptype is not ParallelType.serial for a in own)
@@ -387,11 +394,10 @@ class _Nests:
         self._take_vector(stage)
 
     def _promote(self, stage: Stage, reader: Stage, own: Sequence[IterDomain]) -> list[Loop]:
-        """Returns the inner loops of a broadcast that is computed in the loops of its reader.
+        """Returns the inner loops of a broadcast op that is computed in the loops of its reader.
 
-        `own` are the loop axes of `stage` that the reader does not share. They have extent 1,
-        because the axes are broadcast. The returned loops have the extents of the reader's loops
-        instead.
+        `own` are the loop axes of `stage`, the broadcast, inside the shared loops. They have extent
+        1. The returned loops take their extents from the loops of `reader` instead.
         """
         models = reader.all_loops[stage.depth :]
         if stage.storage != "local" or len(models) != len(own):
@@ -409,7 +415,8 @@ class _Nests:
         """Returns the positions, in the loop nest of `reader`, of the loops that `stage` and
         `reader` share.
 
-        There is one position for each shared loop axis of `stage`.
+        The result has one position for each of the outer loop axes that `stage` shares with its
+        readers (`compute_at`).
         """
         shared = stage.axes[: stage.compute_at]
         targets = reader.axes
@@ -505,13 +512,14 @@ def _build_nests(nesting: Nesting) -> _Waits:
 
 
 class _Waits:
-    """The number of outer loops that a stage may share with each stage that waits for its result. A
-    stage is an op whose result is stored.
+    """The largest numbers of outer loops that two stages may share, if one waits for the other's
+    result. A stage is an op whose result is stored.
 
-    A stage waits for another if it reads the result, directly or through other stages. Inside the
-    shared loops, the other stage completes its inner loops before the waiting stage begins, so the
-    two cannot share these. Stages are added from consumers to producers: all readers of a stage are
-    added before the stage, and the depth of an added stage is final.
+    A stage waits for another if it reads its result, directly or through other stages. The other
+    stage must complete its inner loops before the waiting stage begins, in each iteration of the
+    shared loops. The two therefore cannot share these inner loops. Stages are added from consumers
+    to producers: all readers of a stage before the stage. The `depth` of an added stage no longer
+    changes.
     """
 
     def __init__(self) -> None:
@@ -526,8 +534,8 @@ class _Waits:
         self._limits[stage] = found
 
     def limits(self, source: Stage) -> dict[Stage, float]:
-        """Returns each stage that waits for the result of `source`, with the number of outer loops
-        that this stage and `source` may share. A stage is an op whose result is stored.
+        """Returns the stages that wait for the result of `source`, each with the largest number of
+        outer loops that it may share with `source`. A stage is an op whose result is stored.
         """
         return self._limits[source]
 
@@ -669,11 +677,9 @@ _NAME = "streamIdx"
 
 
 def steps_of(fusion: Fusion) -> Scalar | None:
-    """Returns how many launches compute a tensor that is computed in steps: the number of
-    iterations of the stream loop on the host. Returns None if the fusion has no axis for such a
+    """Returns the number of iterations of the stream loop, a loop on the host. One launch of the
+    kernel computes one iteration. Returns None if no axis of the fusion is divided over such a
     loop.
-
-    One launch of the kernel computes one of these iterations.
     """
     made = (out for op in fusion.exprs for out in op.outputs)
     streams = (a for tv in made for a in tv.domain.loop if a.is_stream)

@@ -43,7 +43,8 @@ def _type(axis: str, kind: str) -> ParallelType:
 
 
 def identity_of(buffer: Buffer) -> Expr:
-    """Returns the neutral value of a reduction, which changes no result: for example 0 for a sum.
+    """Returns the neutral value of a reduction, such as 0 for a sum: to combine it with another
+    value changes nothing.
 
     `buffer` is the accumulator of the reduction.
     """
@@ -206,8 +207,8 @@ def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
     """Returns the number of different values that the threads of a CUDA block hold for one
     accumulator, after the block has combined the values of its threads.
 
-    Also sets `same_axes` of `statement`: the thread axes along which all threads hold the same
-    value.
+    Also sets `same_axes` of `statement`: along x, y and z, whether threads that differ only in this
+    coordinate hold the same value.
     """
     iterated = _iterated(stage)
     x, y, z = (_type(a, "block") not in iterated for a in _AXES)

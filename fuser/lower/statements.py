@@ -194,13 +194,13 @@ class _StatementBuilder:
         self.store_vector(stage, array, base, scope)
 
     def load_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Appends the statements that load a vector into the registers of `stage`, where some
-        elements of the vector may be outside of the tensor's row. `vector` is the loop over the
-        elements.
+        """Appends the statements that load a vector into the registers of `stage`, if the vector
+        may contain elements outside of one row. `vector` is the loop over the elements.
 
-        A row is the vectorised axis for one index of the other axes. Rows may begin at any address.
-        The loaded vector begins at the aligned address in front, and may also contain elements of
-        neighbouring rows. A vector that crosses the end of the tensor is loaded element by element.
+        A row has the elements along the vectorised axis, at fixed indices of all other axes. Rows
+        may begin at any address. The loaded vector begins at an aligned address, so it may also
+        contain elements of neighbouring rows. A vector that crosses the end of the tensor is loaded
+        element by element.
         """
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="any"), scope)
         word, part = Scope(Body(), inside), Scope(Body(), inside)
@@ -216,12 +216,12 @@ class _StatementBuilder:
         inside.body.statements.append(If(is_whole, word.body, part.body))
 
     def store_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Appends the statements that store a vector of `stage`, where some elements of the vector
-        may be outside of the tensor's row. `vector` is the loop over its elements.
+        """Appends the statements that store a vector of `stage`, if the vector may contain elements
+        outside of one row. `vector` is the loop over the elements.
 
-        A row is the vectorised axis for one index of the other axes. A vector inside the row is
-        stored by one access, and of another vector the elements inside the row are stored one by
-        one.
+        A row has the elements along the vectorised axis, at fixed indices of all other axes. A
+        vector that is completely inside the row is stored by one access. Otherwise, those of its
+        elements that are inside the row are stored one by one.
         """
         word, part = Scope(Body(), scope), Scope(Body(), scope)
         self.vector(stage, word)
@@ -233,9 +233,10 @@ class _StatementBuilder:
         scope.body.statements.append(If(whole.cond, word.body, part.body, flags=whole.flags))
 
     def elements(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Appends statements that copy the elements of a vector one by one. Elements outside of the
-        row (the vectorised axis for one index of the other axes) are not copied. `vector` is the
-        loop over the elements.
+        """Appends statements that copy the elements of a vector one by one, without those outside
+        of the row. `vector` is the loop over the elements.
+
+        A row has the elements along the vectorised axis, at fixed indices of all other axes.
         """
         each = self.open_loop(vector, scope, unroll=True)
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="each"), each)

@@ -140,11 +140,11 @@ def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 def _name_place(
     build: ValueBuilder, op: LookupOp, place: Expr, extent: Scalar, at: At
 ) -> tuple[Symbol, Symbol]:
-    """Gives symbols to a lookup's index, and returns them: one for whether the loaded index is
-    inside the table, and one for the index itself.
+    """Returns two symbols for the index that a lookup has loaded: one says whether this index is
+    inside the table, the other is the index itself.
 
-    Symbols are needed because conditions and addresses cannot contain loaded values. The
-    definitions of the symbols are appended to the scope in `at`. `place` is the loaded index and
+    Symbols are needed because conditions and addresses cannot contain loaded values. Statements
+    that define the symbols are appended to the scope in `at`. `place` is the loaded index and
     `extent` the size of the table axis. For an index outside of the table, the second symbol is 0,
     which is a legal index.
     """
@@ -665,8 +665,9 @@ def _piece(build: ValueBuilder, op: CatOp, k: int, at: At) -> tuple[Scalar, Expr
     """Returns the condition under which an element of a concatenation belongs to its operand number
     `k`, and the element's value where the condition holds.
 
-    An operand is usually a pad of the tensor that the user passed, enlarged to the size of the
-    result. The condition of the pad is then used, and the padding value is never needed.
+    An operand is usually the result of a pad, which enlarges the tensor that the user passed to the
+    size of the concatenation. If so, the condition is that the element is not padding, and the
+    value is read from the user's tensor.
     """
     piece = op.pieces[k]
     definition = build.ctx.nesting.fusion.definition(piece)

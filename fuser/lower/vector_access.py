@@ -100,7 +100,8 @@ def _size_in(mono: Monomial) -> Symbol | None:
 
 
 def _divisors(x: Scalar, v: Scalar) -> list[Symbol]:
-    """Returns the size symbols by which parts of `x` that contain `v` are divided, innermost first.
+    """Returns the size symbols by which `x`, an index in memory, divides an expression that
+    contains `v`, the index inside a vector. Those of the innermost divisions are first.
 
     If these sizes were multiples of the vector width, the divisions might disappear, so lowering
     assumes this.

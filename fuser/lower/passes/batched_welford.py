@@ -53,9 +53,9 @@ def batch_welfords(body: Body) -> None:
     """Rewrites unrolled loops, in place, so that accumulators for mean and variance (Welford)
     receive several values at a time.
 
-    Before: unrolled loops are marked, and no value is moved out of a loop. After: a nest of
-    unrolled loops whose updates have one common condition divides once per batch of values instead
-    of once per value.
+    Before: the loops that the compiler must unroll are marked, and no value is moved out of a loop.
+    After: nests of such loops divide once per batch of values, not once per value. A nest is
+    rewritten only if its updates of accumulators have one common condition.
     """
     _rewrite(body, _uneven(body, ()))
 
@@ -116,11 +116,12 @@ def _perfect_nest(top: For) -> tuple[list[For], list[Scalar], list[Statement]]:
 
 
 def _batch(top: For, uneven: set[str]) -> list[Statement] | None:
-    """Returns the statements that replace a nest of unrolled loops, if the nest updates Welford
-    accumulators (for mean and variance); None for any other nest.
+    """Returns the statements that replace a nest of unrolled loops. They add all values of the nest
+    to Welford accumulators (for mean and variance) at once.
 
-    The new statements add all values of the nest at once. `top` is the outermost loop. `uneven` has
-    the accumulator arrays whose elements may hold different numbers of values.
+    Returns None if the nest does anything else, or if its loops and conditions do not allow this.
+    `top` is the outermost loop. `uneven` has the names of accumulator arrays whose elements may
+    hold different numbers of values.
     """
     loops, conds, inside = _perfect_nest(top)
     if not any(map(_is_update, inside)) or not all(

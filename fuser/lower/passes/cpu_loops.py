@@ -97,12 +97,11 @@ class _Sum:
 
     @property
     def depth(self) -> int:
-        """The number of elements of `path` (all loops and conditions around the update of the
-        accumulator) from the outermost one to the innermost loop over terms of the sum, inclusive.
+        """The number of loops and conditions from the outermost one to the innermost loop over
+        terms of the sum, inclusive.
 
-        A statement in the body of that loop, such as one that adds a block of terms to the
-        double-precision accumulator, is already inside these loops and conditions. `nest` must not
-        add them again.
+        All of them are in `path`. A statement in the body of that innermost loop is already inside
+        them. `nest` must therefore not place them around the statement again.
         """
         return 1 + next(k for k, s in enumerate(self.path) if s is self.loops[-1])
 
@@ -279,11 +278,11 @@ def sum_in_blocks(body: Body) -> None:
 
 
 def _in_blocks(top: Statement, sums: Sequence[_Sum]) -> list[Statement]:
-    """Returns the statements that replace `top` and compute `sums`, which are the sums in `top`, in
-    blocks of terms.
+    """Returns the statements that replace `top` and compute the sums in it (`sums`) in blocks of
+    terms.
 
-    If all sums have equally many terms, an unchanged copy of `top` computes them when they have at
-    most one block.
+    If all sums have equally many terms, there are two versions. An unchanged copy of `top` runs if
+    there is at most one block, and the version with blocks otherwise.
     """
     conds = {found.is_long for found in sums}
     is_long = conds.pop() if len(conds) == 1 else sc.const(True)
@@ -340,11 +339,12 @@ def _cut(loop: For, group: Sequence[_Sum]) -> None:
 
 
 def _moves(found: _Sum, start: Scalar, count: Scalar) -> list[Statement]:
-    """Returns the statements that run after a block of iterations and add the sum `found` to its
-    double-precision accumulator.
+    """Returns the statements that add the sum `found` to its double-precision accumulator. They run
+    after each block of iterations.
 
-    The block has `count` iterations, and `start` is the first. If one block of terms spans several
-    executions of the loop (`is_counted`), the statements run only where a block of terms ends.
+    The block has `count` iterations, and `start` is the first. A block of terms may span several
+    executions of the loop (`is_counted`). The statements then do nothing unless a block of terms
+    ends.
     """
     moves = found.nest(found.move(), depth=found.depth)
     if not found.is_counted:
@@ -424,12 +424,12 @@ def _innermost(loop: For) -> list[Statement]:
 
 
 def clamp(loop: For) -> Scalar:
-    """Turns a condition around the whole body of a loop, such as `h + k < n` for the loop index k,
-    into a smaller number of iterations, in place.
+    """Shortens a loop, in place, so that it needs no condition around its whole body. For the loop
+    index k, the condition `h + k < n` becomes the number of iterations `n - h`.
 
     Returns the tests of the condition that do not depend on the loop. The caller must place these
-    tests around the loop. If some test cannot be expressed by the number of iterations, the loop
-    stays unchanged.
+    tests around the loop. If some test that depends on the loop cannot be expressed by the number
+    of iterations, the loop stays unchanged.
     """
     only = loop.body.statements[0] if len(loop.body.statements) == 1 else None
     if not isinstance(only, If) or only.otherwise is not None or only.flags:
@@ -506,8 +506,8 @@ def _mark_extremum(loop: For, step: Accumulate) -> list[Statement]:
     that updates the accumulator.
 
     Returns the loop and the statements around it. For floating types, a separate flag records NaNs,
-    because the SIMD maximum ignores them. The flag is set at the start if the accumulator is NaN
-    already, because an earlier iteration of an outer loop may have read a NaN.
+    because the SIMD maximum ignores them. The flag is set in front of the loop if the accumulator
+    is NaN already. An earlier execution of the loop may have read a NaN.
     """
     assert isinstance(step.target, Var)
     name, dtype = step.target.name, step.target.dtype

@@ -1,8 +1,9 @@
 """Hoisting: computes index arithmetic once, in the outermost loop in which its value does not
 change.
 
-- A sum is split by the loops that its terms depend on. Each partial sum becomes a `Let` statement
-  (the definition of a constant) at the start of that loop's body.
+- A sum is divided into partial sums: the terms that change in the same loops form one partial sum.
+  It becomes a `Let` statement (the definition of a constant) at the start of the body of the
+  innermost of these loops.
 - Every division and modulo becomes a `Let` statement, too.
 - The host computes expressions of sizes alone, such as quotients, and passes them as kernel
   parameters. A kernel never computes a division that is known before the launch.
@@ -46,8 +47,8 @@ class _Frame:
 class Parameters:
     """The scalars that the host computes and passes to the kernel, in the order of first use.
 
-    `by_value` maps a scalar and a dtype to the parameter. `composite` is the number of parameters
-    that are expressions and therefore have new names (`s0`, `s1`, ..).
+    `by_value` maps (scalar, dtype in the kernel) to the symbol of the parameter. `composite` counts
+    the parameters whose scalars are expressions; these get new names (`s0`, `s1`, ..).
     """
 
     by_value: dict[tuple[Scalar, DataType], Symbol] = field(

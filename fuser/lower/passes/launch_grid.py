@@ -9,6 +9,9 @@ launched block does the work of several:
     bx = blockIdx.x       ->     bx = fold % across; by = fold / across % down; ..
     by = blockIdx.y            grid (524288, 1, 1)
 
+`across` and `down` are the numbers of blocks along x and y in the original grid, `blocks` is the
+number of all blocks, and `bx`, `by` are the coordinates that the kernel uses.
+
 The blocks of a cluster must stay adjacent along y, so in a grid of clusters only x is folded.
 Blocks that wait for one another's results cannot be folded. The scheduler chooses their number
 along y within the limits.

@@ -218,7 +218,7 @@ _BARRIERS = (Sync, ThreadReduce)
 
 
 def alternate_directions(body: Body) -> None:
-    """Reverses, in place, each loop over a tensor that the previous loop over this tensor has read
+    """Reverses every second loop over a tensor, in place: each loop after one that reads the tensor
     from the first to the last element.
 
     The reversed loop begins with the elements that the previous loop read last, which are still in

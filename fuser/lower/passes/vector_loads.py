@@ -155,9 +155,9 @@ def _is_uniform(test: Scalar, v: Symbol, width: int) -> bool:
     """Whether a test provably has the same outcome for all values of `v` from 0 to `width - 1`,
     that is, for all elements of a vector.
 
-    `test` compares two sides, and its outcome changes where their difference goes from -1 to 0. If
-    the difference changes by 1 per iteration, and its smallest value in the vector is a multiple of
-    `width`, this can happen only between two vectors.
+    `test` compares two sides. Its outcome changes between the differences -1 and 0 of the sides. If
+    the difference changes by 1 per element, and its smallest value in the vector is a multiple of
+    `width`, no vector contains both -1 and 0.
     """
     step = _step(test, v)
     if not step:
@@ -222,9 +222,9 @@ def divide_once(body: Body, least: Mapping[Scalar, int]) -> None:
     """Replaces index divisions in unrolled loops, in place, by one division per vector and a
     comparison per element, which is cheaper.
 
-    A division is replaced if its divisor is provably at least the number of iterations, because the
-    quotient then changes at most once. `least` has lower bounds of products of sizes, which serve
-    as proof.
+    A division is replaced if its divisor is provably at least the number of iterations: the
+    quotient then changes at most once. `least` maps products of sizes to their lower bounds. The
+    proof uses these bounds.
     """
     _Divisions(least).run(body, {})
 
