@@ -585,10 +585,10 @@ class FusionDefinition:
         none.
 
         The compiled runner is a C function that repeats the recorded launches of a call. There is
-        one line for each kind of inputs (shapes, strides, dtypes). If the runner rejects too many
-        calls, it is dropped and tried again later. Its number then begins at 0 again. Until then,
-        the line says after how many calls it is tried. `FUSER_DISABLE=compiled_runner`, or this
-        option of a call, runs everything in Python.
+        one line for each kind of inputs (shapes, strides, dtypes). A runner that rejects too many
+        calls is dropped. The line then says after how many calls a new runner is tried, which
+        counts from 0 again. `FUSER_DISABLE=compiled_runner`, or this option of a call, runs
+        everything in Python.
         """
         return self.fec.compiled_runner() if hasattr(self, "fec") else []
 

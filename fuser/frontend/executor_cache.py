@@ -175,8 +175,8 @@ class FusionExecutorCache(Watching, Inspection):
         """The fusion in the form that ranks (processes of the job) compare before a run, as text
         and as ops.
 
-        Two facts are left out because they do not change the program: the order in which tensors
-        were annotated, and meshes that ops copied from their operands.
+        Two facts are left out because they do not change the program: the order in which the user
+        distributed tensors over devices, and meshes that ops copied from their operands.
         """
         fusion = without_names(self._fusion)
         return fusion_text(fusion), fusion.exprs
@@ -343,9 +343,10 @@ class FusionExecutorCache(Watching, Inspection):
         """Finds the cache entry of an earlier call, other than the latest, that has inputs like
         these.
 
-        The entry is found by the shape of the first input, and its quick check then compares all
-        inputs. Returns the entry, and the alignments of the inputs in memory. The alignments are
-        None if the check rejects the inputs. Both are None if no entry is found.
+        The entry is found by the shape of the first input. Its quick check, a function that each
+        entry has, then compares all inputs. Returns the entry, and the alignments of the inputs in
+        memory. The alignments are None if the quick check rejects the inputs. Both are None if no
+        entry is found.
         """
         try:
             call = self._in_turns.get(inputs[0].shape)  # pyright: ignore[reportIndexIssue]
@@ -403,9 +404,9 @@ class FusionExecutorCache(Watching, Inspection):
         """Returns the program's inputs, including seeds of random ops, and a function that wraps
         the run of the program.
 
-        The run has not begun, because all ranks must first agree to it. If the ranks run together,
-        torch's random generator is therefore not advanced by this call, but by the wrapped run when
-        it begins.
+        If one process runs the program, its seeds are taken from torch's random generator at once.
+        If several ranks run it together, they must first agree to the run. This call then only
+        looks at the generator, and the wrapped run advances it.
         """
         inputs = self._read(inputs)
         if self._draws is None:

@@ -1,7 +1,8 @@
 """Inputs that programs have in addition to the user's: seeds, sizes and values of CPU scalars.
 
-A random op without a seed gets two inputs, seed and offset, which determine its numbers. Each call
-takes their values from torch's generator:
+Random ops without a seed get two inputs, seed and offset, which determine their numbers. Each call
+takes the values from torch's generator. In this example, i1 is the seed and i2 the offset; a second
+op uses the next offset:
 
     u = rng_uniform({i0}, float)   ->   u = rng_uniform({i0}, float, i1, i2)     inputs .., i1, i2
     v = rng_uniform({i0}, float)   ->   v = rng_uniform({i0}, float, i1, i2 + 1)
@@ -11,8 +12,8 @@ repetition. The generator is that of the device on which the program runs, as fo
 
 - On CUDA, the generator has a seed and an offset. Each op advances the generator's offset by 4, and
   the op's own offset (`rng_offset`) is a quarter of it. After `torch.manual_seed(s)`, a program
-  with one random op therefore draws with `rng_seed=s, rng_offset=n` in its n-th call, counted
-  from 0.
+  with one random op therefore draws with `rng_seed=s, rng_offset=n` in its n-th call, counted from
+  0.
 - On the CPU, there is no offset: each call draws a seed.
 """
 
@@ -86,8 +87,8 @@ class Draws:
 
     @staticmethod
     def of(fusion: Fusion) -> Draws | None:
-        """Returns a `Draws` (which supplies seeds) for the definition's random ops without a seed;
-        None if it has no such ops.
+        """Returns the object that supplies a seed and an offset to the random ops of the definition
+        that have no seed; None if there are no such ops.
         """
         return Draws(fusion) if any(map(_draws, fusion.exprs)) else None
 

@@ -78,8 +78,10 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class _PlannedLibrary:
-    """A communication library of a job that does not run. CUDA graphs can repeat all of its
-    communications except barriers, as those of NCCL and of peer copies.
+    """A communication library of a job that does not run.
+
+    CUDA graphs are assumed to be able to repeat all of its communications except barriers. This
+    holds for NCCL and for peer copies.
     """
 
     name: str
@@ -114,7 +116,7 @@ class PlannedJob:
         return True
 
     def backend_for(self, device: torch.device) -> Library:
-        """Returns the library of the description."""
+        """Returns the communication library that the description of the job names."""
         del device
         return _PlannedLibrary(self.described.library)
 
@@ -202,14 +204,13 @@ def _move(tv: TensorView, mesh: DeviceMesh) -> None:
 
 
 def stand_ins(fusion: Fusion, inputs: Sequence[object] | None, rank: int) -> list[Argument]:
-    """Returns the inputs of a definition on `rank`, with tensors on torch's meta device.
+    """Returns the inputs that `rank` passes to a definition, with tensors on torch's meta device.
 
-    Tensors on this device have no memory.
-
-    `inputs` has the global shape of each tensor, or None for a tensor whose extents are numbers in
-    the definition, and the value of each number. A CPU scalar is a tensor of one element, on the
-    CPU. Shards are dense, in the declared memory order. A shard may be shorter than that of other
-    ranks.
+    Tensors on this device have no memory. `inputs` has an entry for each declared input. For a
+    tensor, the entry is the global shape; it may be None if the definition has numbers for all
+    extents. For a number, the entry is its value. A CPU scalar becomes a tensor of one element on
+    the CPU. Shards are dense, in the declared memory order. A shard may be shorter than that of
+    other ranks.
 
     Raises:
         InputError: an extent or a number is missing, or does not fit the definition.

@@ -165,8 +165,9 @@ class ProgramCache:
         """Returns the program for a key, and calls `build` if there is none.
 
         `steps` returns which matmuls and communications are currently chosen to run at the same
-        time. The choice is part of the key, and may change while a program is built. `build` runs
-        under the cache's lock, and therefore must not communicate.
+        time. Its result is a part of the key. It is requested again after `build`, because the
+        choice may change while a program is built. `build` runs under the cache's lock, and
+        therefore must not communicate.
         """
         found = self._programs.recall((key, steps()))
         if found is not None:
@@ -220,12 +221,13 @@ def status_lines(
     usual: Settings,
     passed: int,
 ) -> list[str]:
-    """Returns lines of text on the cached calls, each with a description of the inputs and options
-    of such calls.
+    """Returns lines of text on the cached calls. Each line ends with a description of the inputs
+    and options of the call.
 
-    `lines` returns the lines of one call, without that description. `usual` are the options of a
-    call that sets none itself. A description has only the first `passed` inputs. The caller passed
-    these; the others, such as seeds, were added by the program.
+    `lines` is a function that returns the lines of one call, without the description. `calls` are
+    the cached calls. `usual` are the options of a call that sets no options itself. A description
+    has only the first `passed` inputs, which are those of the caller. The other inputs, such as
+    seeds, were added by the program.
     """
     return [
         f"{line} {_class_text(key, usual, passed)}"
@@ -271,8 +273,8 @@ def why_never(*, draws: bool, is_lazy: bool, have_ranks: bool) -> str:
 
 
 def no_fast_path(inputs: Iterable[Any]) -> None:
-    """Rejects all inputs, by returning None. It is used as the quick check of a cache entry that
-    has none yet.
+    """Rejects all inputs, by returning None. A new cache entry has this function as its quick check
+    of inputs, until a real one is built.
     """
     del inputs
 
@@ -313,10 +315,8 @@ class CallCacheEntry:
         return self.bound.evaluator.cuda_graphs(self.known)
 
     def repeated(self) -> list[str]:
-        """Returns one line of text: how many calls with such inputs the compiled runner (a C
-        function) has repeated.
-
-        If it has repeated none, the line says why.
+        """Returns lines of text (one line): how many calls with such inputs the compiled runner (a
+        C function) has repeated, or why it has repeated none.
         """
         if self.steady is None:
             return [f"not repeated: {self.never or self._what_is_awaited()}"]

@@ -167,8 +167,8 @@ class _Writer:
         """Appends to the generated program the statement `call`, which creates the tensors
         `results`.
 
-        After the statement, the declarations of equal sizes follow that the user wrote directly
-        after creating these tensors.
+        The user may have declared, directly after creating these tensors, that some sizes are
+        equal. These declarations are appended, too.
         """
         text = self._call(call)
         for out in results:
@@ -429,9 +429,9 @@ class PythonCall:
 @record
 class ScalarArgument:
     """A scalar argument of a call in a generated Python program, for a function that does not
-    accept a Python number there.
+    accept a Python number as this argument.
 
-    A constant as such an argument therefore needs a `define_scalar` statement.
+    A constant must therefore first become a scalar, by a `define_scalar` statement.
     """
 
     scalar: Scalar
@@ -945,10 +945,11 @@ class _TensorText:
         yield "get_root_domain()", self._domain.root_numbers
 
     def _keep(self, number: int) -> None:
-        """Appends to the generated program a statement that stores an axis in a variable.
+        """Appends to the generated program a statement that stores an axis in a variable. `number`
+        is the axis number (id).
 
-        The next statement splits or merges this axis, which removes it from the tensor. Later
-        statements can name the axis only by the variable. `number` is the axis number (id).
+        It is called in front of a statement that splits or merges the axis. After that statement,
+        the axis is no loop axis any more, so later statements can name it only by the variable.
         """
         if number in self._handles or any(number in view for _, view in self._views()):
             return
@@ -1069,11 +1070,11 @@ def factored_reductions(fusion: Fusion) -> dict[TensorOp, Factored]:
 
 
 def _factored(ops: Sequence[TensorOp]) -> Factored:
-    """Returns the reduction that `rfactor` calls have split into several ops, of which `ops[0]` is
-    the first.
+    """Returns the reduction that `rfactor` calls have split into several ops. `ops[0]` is the first
+    of these ops.
 
-    The other ops of the reduction are found among the later entries of `ops`, each of which may
-    also be any other op.
+    `ops` also has all later ops of the fusion. The other ops of the split reduction are the first
+    ones there: each reads the result of the op before.
 
     Raises:
         UnsupportedError: the ops do not have the form that `rfactor` calls create.
@@ -1099,11 +1100,11 @@ def _factored(ops: Sequence[TensorOp]) -> Factored:
 
 
 def _kept(out: TensorView, origins: Sequence[int | None]) -> list[int | None]:
-    """Returns the origins of the axes that remain in `out`, the result of a part of a split
-    reduction, after this part has reduced some axes.
+    """Returns the origins of the axes that `out` still has. `out` is the result of one op of a
+    split reduction, which has reduced some axes.
 
     An origin is a position among the axes that the unsplit reduction reads, or None for an axis
-    that a split created. `origins` are the origins of the axes that this part reads.
+    that a split created. `origins` has the origins of the axes that the op reads.
     """
     domain = out.domain
     of = dict(zip((a.number for a in domain.maybe_root), origins, strict=True))
@@ -1114,8 +1115,9 @@ def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
     """Returns the `rfactor` calls that create the ops `chain` of a split reduction.
 
     `chain` consists of groups of consecutive ops. The first op of a group splits axes, and the
-    others reduce further axes of its result. Each group is created by several calls: the first call
-    is made on the unsplit reduction, and each further one on the result of the call before.
+    others reduce further axes of its result. Each op of a group except the last op of `chain` is
+    created by one call. The first call of a group is made on the unsplit reduction, and each
+    further one on the result of the call before.
     """
     whole = chain[-1].out_tensor
     parts = [op.out_tensor for op in chain[:-1]]

@@ -1,4 +1,5 @@
-"""Shards of unequal sizes at the border of a program, all of whose shards have one size.
+"""Padding of shards: callers may pass shards of unequal sizes, but a program has shards of one size
+only.
 
 If devices cannot divide an axis evenly, the program has it with padding (`pad_shards`): N elements
 over d devices are d blocks of ceil(N / d) elements. The last devices have shorter blocks. A shorter
@@ -27,7 +28,8 @@ from multidevice.sharding.queries import Sharding, UnevenAxis, uneven_axes, unev
 class UnevenShards:
     """The uneven shards of a definition: pads a call's inputs, and cuts its results.
 
-    `axes` maps the number of each input with uneven shards to its uneven axes, by position.
+    `axes` maps the position of each input with uneven shards to a dict: from the position of an
+    axis to the description of its uneven blocks.
     """
 
     def __init__(self, fusion: Fusion, axes: Mapping[int, Mapping[int, UnevenAxis]]) -> None:

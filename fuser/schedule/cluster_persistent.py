@@ -3,8 +3,10 @@
 A row is the reduced axes of a kernel with dependent reductions, taken as one axis. A cluster of
 CUDA blocks processes a row. Its blocks run at the same time and read each other's shared memory.
 
-Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx threads, S serial, UR unrolled
-and V vector loops. S 1 has one iteration, `r` marks reduced axes:
+Loops are listed from outer to inner. BIDx and BIDy loops run over blocks, and TIDx loops over
+threads. S loops are serial, UR unrolled, and V a vector. S 1 has one iteration, and `r` marks
+reduced axes. `|` separates the loops over rows from those along a row, and these from the elements
+of a vector:
 
     GPU kept    [BIDx rows | r S 1, r BIDy, r UR, r TIDx | r V]
     GPU looped  [BIDx rows | r S, r BIDy, r UR, r TIDx | r V]
@@ -43,15 +45,14 @@ MOST_WAITS, MOST_WAITS_WIDE = 2, 4
 
 
 def row_class(rows: int, columns: int) -> int:
-    """Returns 0, 1 or 2: the class to which rows of this number and length belong.
+    """Returns the class, 0, 1 or 2, of `rows` rows with `columns` elements each.
 
     - 0: rows for which clusters of CUDA blocks never pay, because the rows are short or few.
     - 1: rows of at most `LONG_ROW` elements.
     - 2: longer rows.
 
-    `suits` depends on sizes only by this class: all rows of one class get the same decision between
-    one kernel with clusters and several kernels. `rows` is the number of rows, and `columns` the
-    number of elements of each row.
+    `suits` chooses between one kernel with clusters and several kernels. The choice depends on the
+    sizes only by this class.
     """
     if columns <= LONGEST_ROW_OF_A_BLOCK or rows < FEWEST_ROWS:
         return 0
@@ -102,11 +103,11 @@ def _waits(view: RowView) -> int:
 
     Three kinds of waits are counted:
 
-    - One wait for all reductions that run at the same time: after them, the blocks exchange
-      results.
-    - One more wait for the whole kernel if some reduction computes mean and variance.
-    - One wait for each time at which the kernel reads an input that has only the axes of a row,
-      such as a weight: the blocks wait for memory.
+    - Reductions that run at the same time cause one wait: after them, the blocks exchange results.
+    - A reduction that computes mean and variance causes one more wait. Several of them cause no
+      further wait.
+    - Each loop over the row that reads an input with only the axes of a row, such as a weight,
+      causes a wait for memory, for each such input.
     """
     fusion, levels, steps = view.fusion, levels_of(view.fusion), steps_that_read(view.fusion)
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]

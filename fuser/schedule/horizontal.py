@@ -47,8 +47,8 @@ class HorizontalParams:
         `self`.
 
         If so, no kernel is compiled with `self` for small inputs, because both take about the same
-        time. The launch contains several pointwise kernels; the parameters of each are compared
-        with those of the same kernel in `other`.
+        time. The parameters of each pointwise kernel in the launch are compared with those of the
+        same kernel in `other`.
         """
         return (
             isinstance(other, HorizontalParams)

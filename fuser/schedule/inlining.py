@@ -37,8 +37,8 @@ class InlineLimits:
 
         - They do not iterate reduction axes.
         - They are not vectorised; with `best_effort`, they are not unrolled either.
-        - They need not end between two consumers. A loop must end there if one consumer leads to a
-          reduction, and another consumer needs the result of this reduction.
+        - No consumer has to wait until they are complete. A consumer has to wait if it needs the
+          result of a reduction, and the reduction is computed from another consumer.
         - Every consumer has loops over the same axes in the same order.
         """
         own = self._own_limit(tv, best_effort=best_effort)
@@ -130,8 +130,8 @@ def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int
     """Returns the number of outermost loops of `tv`, at most `upto`, that `consumer` also has, in
     the same order.
 
-    `op` reads `tv` and computes `consumer`. `tv` can be computed inside the loops that are counted.
-    `consumer` may have other loops between these loops.
+    `op` reads `tv` and computes `consumer`. `tv` can be computed inside the loops that both have.
+    `consumer` may have other loops between them.
     """
     matches = {
         target.number: source

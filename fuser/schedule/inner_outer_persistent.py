@@ -5,18 +5,20 @@ ops along rows (the reduced axes, taken as one), as in `inner_persistent`, and s
 over the rows.
 
 The sums over rows are computed as partial sums (`row_parts` of `fuser.passes.segment`). A CUDA
-block adds several rows, one after another, to its own partial sum of each output. Another kernel
-adds the partial sums.
+block processes several rows, its *part*. It has its own partial sum of each output, to which it
+adds these rows one after another. Another kernel adds the partial sums.
 
-Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial, UR
-unrolled and V vector loops. S 1 has one iteration, `r` marks reduced axes:
+Loops are listed from outer to inner. BIDx loops run over blocks, TIDx and TIDy loops over threads.
+S loops are serial, UR unrolled, and V a vector. S 1 has one iteration, and `r` marks reduced axes.
+`|` separates the loops over rows from those along a row, and these from the elements of a vector:
 
     rows      [BIDx part, S rows of the part, TIDy rows | r S 1, r UR, r TIDx | r V]
     parts     [BIDx part, r S rows of the part, r TIDy rows | S 1, UR, TIDx | V]
 
-Each thread holds its elements of the row in registers, as in `inner_persistent`, and an accumulator
-for each element of each sum. Tensors with only the row's axes (weights) are loaded once per block.
-On the CPU, two kernels are used instead of this scheduler.
+The first line is for ops along rows, the second for the sums over rows. Each thread holds its
+elements of the row in registers, as in `inner_persistent`, and an accumulator for each element of
+each sum. Tensors with only the row's axes (weights) are loaded once per block. On the CPU, two
+kernels are used instead of this scheduler.
 """
 
 from __future__ import annotations

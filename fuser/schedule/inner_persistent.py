@@ -2,12 +2,13 @@
 
 Later reductions and outputs depend on earlier reductions, as in softmax and layer norm.
 
-All reductions reduce the same, innermost, axes; the loops of the first reduction, the reference
-tensor, are copied to all other tensors. The reduced axes are merged into one axis, the *row*. A
-CUDA block, or some of its threads, process a row.
+All reductions reduce the same, innermost, axes. The loops of the first reduction, the reference
+tensor, are copied to all other tensors. The reduced axes are merged into one axis, the *row*. A row
+is processed by a CUDA block or by some of its threads.
 
-Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial, UR
-unrolled and V vector loops. S 1 has one iteration, `r` marks reduced axes:
+Loops are listed from outer to inner. BIDx loops run over blocks, TIDx and TIDy loops over threads.
+S loops are serial, UR unrolled, and V a vector. S 1 has one iteration, and `r` marks reduced axes.
+`|` separates the loops over rows from those along a row, and these from the elements of a vector:
 
     GPU kept    [BIDx rows, TIDy rows | r S 1, r UR, r TIDx | r V]
     GPU looped  [BIDx rows, TIDy rows | r S, r UR, r TIDx | r V]
@@ -545,9 +546,10 @@ class InnerPersistentParams:
     - `keeps_costly`: whether results of costly ops stay in registers, too.
     - `unroll`: with `kept` 0, the number of vectors of each input that a thread loads per
       iteration.
-    - `resident`: the number of threads for whose registers a multiprocessor must have room; 0 lets
-      the compiler decide.
-    - `exact`: whether the threads' elements are exactly the row, so that no test is needed.
+    - `resident`: the number of threads that must fit on a multiprocessor at the same time, which
+      limits the registers per thread; 0 lets the compiler decide.
+    - `exact`: whether the elements that the threads hold are exactly the row, so that no bounds
+      check is needed.
     - `shifted`: whether rows that begin at any address are read in aligned vectors, except at their
       ends.
     - `cluster`: the number of CUDA blocks that process one row together.
@@ -766,7 +768,7 @@ def _looped_params(shape: _RowsAccess, *, has_columns: bool, writes: bool) -> In
     A row is the reduced axes. The row is read again after each reduction that later ones depend on.
 
     - `has_columns`: whether some input has only the row's axes, like a weight.
-    - `writes`: whether some output has all axes, and no input has only the row's axes.
+    - `writes`: whether some output has all axes. The caller passes False if `has_columns` is True.
     """
     row_bytes = shape.inputs * shape.columns * shape.widest
     chunks, times = shape.chunks, 1 if has_columns or row_bytes < WIDE_ROW_BYTES else 2

@@ -229,13 +229,13 @@ def _unparallelized(axis: IterDomain) -> IterDomain:
 def follow(
     transforms: Sequence[Transform], target: TensorDomain, matches: Matches
 ) -> dict[int, IterDomain]:
-    """Returns a dict from axes of a reference tensor to axes of `target`: `matches`, and entries
-    for the axes that splits and merges produce.
+    """Returns a dict from axes of a reference tensor to the matching axes of `target`. It has the
+    entries of `matches`, and entries for axes that splits and merges produce.
 
-    `transforms` are the splits and merges of the reference tensor. An axis is added if `target` has
-    an equal split or merge of the matching axes. If the target lacks one axis of a merge, the
-    result of the merge matches the other axis. The keys of `matches` and of the result are the
-    numbers (ids) of axes.
+    `transforms` are the splits and merges of the reference tensor. The axes that a transform
+    produces get entries if `target` has an equal split or merge of the matching axes. If the target
+    lacks one of the two axes of a merge, the result of the merge matches the other axis. The keys
+    of `matches` and of the result are the numbers (ids) of axes.
     """
     users = {n: t for t in target.transforms for n in t.inputs}
     found = dict(matches)
@@ -273,15 +273,16 @@ def transform_like(reference_tv: TensorView, selected_tensors: Collection[Tensor
 def _above_reshapes(
     reference: TensorView, chosen: Sequence[TensorView]
 ) -> Iterator[tuple[Callable[[], TensorDomain], AxisMatcher, list[TensorView]]]:
-    """Yields what is needed to copy loops of the reference tensor to tensors before a reshape, for
-    each reshape whose result is the reference tensor or in `chosen`; the last reshape is first.
+    """Yields, for each reshape, three values for copying the reference tensor's loops to tensors
+    before the reshape.
 
-    Tensors before a reshape have other axes than the reference tensor, so loops are copied by way
-    of the axes before the reshape. Each reshape yields three things:
+    Only reshapes whose result is the reference tensor or in `chosen` are considered, the last one
+    first. Tensors before a reshape have other axes than the reference tensor. Loops are therefore
+    copied by way of the axes that the reshape reads (its root axes). The values are:
 
-    - a function that returns the domain of the reshape's result, with the axes before the reshape
-      as logical axes;
-    - a matcher, which finds axes of other tensors that match these logical axes;
+    - a function that returns the domain of the reshape's result, with the root axes as logical
+      axes;
+    - a matcher, which finds axes of other tensors that match the root axes;
     - the tensors of `chosen` before the reshape that have axes which the reference tensor lacks.
     """
     fusion = reference.fusion
@@ -303,8 +304,8 @@ def _from_root(tv: TensorView) -> TensorDomain:
     """Returns the axes (the domain) of a reshape's result `tv`, as if the reshape were part of its
     loops.
 
-    The axes before the reshape then are the logical axes, so that loops can be copied to tensors
-    before it.
+    The logical axes of the result are then the axes that the reshape reads, so that loops can be
+    copied to tensors before it.
     """
     domain = tv.domain
     return domain.having(logical=domain.root_numbers, root=(), allocation=(), contiguity=())

@@ -105,10 +105,10 @@ class OuterPersistentParams:
     - `vector`: the number of columns in a vector.
     - `kept`: the number of rows that one thread holds in registers. With 0, the rows are read again
       after each reduction that others depend on.
-    - `resident`: the number of threads for whose registers a multiprocessor must have room; 0 lets
-      the compiler decide.
+    - `resident`: the number of threads that must fit on a multiprocessor at the same time, which
+      limits the registers per thread; 0 lets the compiler decide.
     - `exact`: whether the threads' rows are exactly all rows, and all CUDA blocks have the same
-      number of columns. No test is then needed.
+      number of columns. No bounds check is then needed.
     """
 
     threads_x: int = 0
@@ -186,11 +186,12 @@ def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
 
 
 def step_of(columns: int, rows: int) -> int:
-    """Returns an index into `STEPS`, a list of row counts, for these numbers of columns and rows.
+    """Returns the index in `STEPS`, a list of row counts, of the smallest count that is at least
+    `rows`.
 
     All sizes with the same index get the same decision about this scheduler. If vectors do not
-    divide the columns, the columns are read one by one, which is slower; the index is then that of
-    several times as many rows.
+    divide the columns, the columns are read one by one, which is slower. `rows` is then multiplied
+    by `ROWS_OF_SINGLE_COLUMNS` first.
     """
     rows *= ROWS_OF_SINGLE_COLUMNS if columns % MOST_COLUMNS else 1
     return next((k for k, most in enumerate(STEPS) if rows <= most), len(STEPS))

@@ -3,7 +3,8 @@ element.
 
 No loops are shared between ops, so it need not be proved that axes of two ops are equal. Every op
 that can be indexed can be computed. Each result has its own loops, in memory order (BIDx: CUDA
-blocks, TIDx: threads, S: serial, r: reduced):
+blocks, TIDx: threads, S: serial, r: reduced, `..`: one loop for each axis). `|` separates the loops
+over results from those over the elements of one result:
 
     GPU pointwise  [BIDx, TIDx]              one thread per element
     GPU reduction  [BIDx rows | r S, r TIDx]  one block per row

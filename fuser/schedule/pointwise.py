@@ -98,8 +98,8 @@ class PointwiseParams:
     - `threads_x`, `threads_y`: the threads of a CUDA block along `inner` and `outer`. With
       `threads_x` 0, the kernel has the serial loops of a CPU.
     - `vector`: the number of elements of a vector.
-    - `unroll`: the number of vectors per thread. They are neighbours along `outer` if it exists; if
-      `along` is True, along `inner`.
+    - `unroll`: the number of vectors per thread. A thread's vectors are at different positions
+      along `outer`, or along `inner` if there is no `outer` or `along` is True.
     - `inner_on_x`: whether the CUDA blocks along `inner` are BIDx, and those along `outer` BIDy.
     - `pieces`: the number of equal pieces of a concatenation along the innermost axis. A thread
       processes one vector of each piece.
@@ -121,7 +121,7 @@ class PointwiseParams:
         `self`.
 
         If so, no kernel is compiled with `self` for small inputs, because both take about the same
-        time. The vector widths must be equal, or be `MANY_ELEMENTS` and half of it.
+        time. The vector widths must be equal, or be 8 (`MANY_ELEMENTS`) and 4.
         """
         if not isinstance(other, PointwiseParams):
             return False
@@ -384,10 +384,9 @@ def _flat_most(space: Space, inner: int) -> int:
     """Returns the maximum vector width, in elements, for a kernel in which a vector may contain the
     end of a row and the beginning of the next row.
 
-    `inner` is the position of the innermost axis, along which the elements of a row are. Such a
-    kernel reads operands that all rows share, such as a bias, element by element. The more bytes
-    these operands have, compared with the tensors that have all axes, the smaller the width
-    (`MAX_SHARED`).
+    `inner` is the position of the innermost axis; a row has the elements along it. Operands that
+    all rows share, such as a bias, are read element by element in such a kernel. The larger their
+    share of the bytes that are read, the smaller the width (`MAX_SHARED`).
     """
     full = sum(a.nbytes for a in space.accesses if space.is_full(a))
     along = (a for a in space.accesses if not space.is_full(a) and inner in (a.order or ()))

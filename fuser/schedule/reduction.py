@@ -4,10 +4,11 @@ The first reduction is the reference tensor, whose loops all other tensors copy.
 the memory order of the inputs. In an *inner* reduction, the innermost axes in memory are reduced;
 in an *outer* reduction, they are not.
 
-Loops are listed from outer to inner: BIDx and BIDy are CUDA blocks, TIDx and TIDy threads, S
-serial, US unswitched, UR unrolled and V vector loops. The body of an unswitched loop exists in two
-versions, with and without bounds checks. `r` marks reduced axes, and rows or columns are the other
-axes, merged:
+Loops are listed from outer to inner. BIDx and BIDy loops run over CUDA blocks, TIDx and TIDy loops
+over threads. S loops are serial, UR unrolled, and V a vector. US is unswitched: the body exists in
+two versions, with and without bounds checks. `r` marks reduced axes. All other axes are called rows
+or columns. `..` stands for several axes, and `|` separates the loops over results, those over the
+elements of one result, and those of a vector:
 
     GPU inner  [BIDx rows, TIDy rows | r BIDy, r S.., r US, r UR, r TIDx | r V]
     GPU outer  [BIDx columns, TIDx columns | r BIDy, r S, r US, r UR, r TIDy | columns V]
@@ -141,12 +142,12 @@ def _tail_rejection(
 
 
 def joined_spaces(fusion: Fusion, graph: AxisGraph | None = None) -> list[tuple[int, int]]:
-    """Returns pairs of axes of different reductions that one kernel can iterate by the same loop,
-    although no op relates the two axes.
+    """Returns pairs of axes that one kernel can iterate by the same loop, although no op relates
+    them.
 
     The first axis of a pair is an axis of the first reduction. The second is the axis at the same
-    position of another reduction. All axes of the two reductions have equal extents, position by
-    position.
+    position of another reduction. Two reductions have such pairs only if all their axes have equal
+    extents, position by position.
     """
     reference, *others = (op.out_tensor.domain.logical for op in _reductions(fusion))
     if not others:
@@ -729,7 +730,7 @@ def outer_params(
     - `iterated`, `reduced`: the extents of the loops over non-reduced and reduced axes, from outer
       to inner.
     - `step`: the number of elements of a vector, and its bytes.
-    - `loaded`: the bytes of one element of all inputs.
+    - `loaded`: the bytes of one element, added up over all inputs.
     - `busy`: the number of threads that keep the device busy.
     """
     vector, nbytes = step
@@ -752,11 +753,12 @@ def outer_params(
 
 
 def _alone(chosen: ReductionParams, x: int, rows: int, nbytes: int) -> ReductionParams:
-    """Returns a copy of `chosen` in which one CUDA block sums each narrow group of columns alone.
+    """Returns a copy of the parameters `chosen` in which each column is summed by one CUDA block,
+    without an exchange between blocks.
 
-    With `chosen`, several blocks share each sum. Such columns have few bytes, so an exchange
-    between blocks would take longer than the sum in one block. A block has `x` threads along the
-    columns, and reads `nbytes` bytes in all `rows` together.
+    With `chosen`, several blocks share each sum. The columns of a block have so few bytes that the
+    exchange would take longer than the sum in one block. A block has `x` threads along the columns,
+    and reads `nbytes` bytes in all `rows` together.
     """
     wanted = max(power_of_two_at_least(-(-nbytes // BYTES_OUTER)), THREADS_OUTER)
     y = min(min(wanted, THREADS_ALONE) // x, power_of_two_at_least(rows))
@@ -772,7 +774,7 @@ def short_params(
 
     - `columns`, `rows`: the numbers of results, and of elements that are summed for each.
     - `vector`: the number of elements of a vector.
-    - `loaded`: the bytes of one element of all inputs.
+    - `loaded`: the bytes of one element, added up over all inputs.
     """
     # Steps of equal length: an incomplete step takes the slower path with tests.
     steps = max(-(-rows * loaded * vector // BYTES_OUTER), 1)

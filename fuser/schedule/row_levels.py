@@ -45,9 +45,9 @@ def level_of_step(op: TensorOp, levels: dict[TensorView, int]) -> int:
 
     A row is the reduced axes of a kernel, which has several loops over the row, one after another.
     Loop n begins when n reductions, each of which depends on the one before, are complete. `levels`
-    maps each tensor to the number of reductions that it depends on, one after another. An op runs
-    in the loop with this number; but a reduction runs in the loop before, because its own result is
-    complete only after the loop.
+    maps each tensor to the number of such reductions on which it depends: a result with the number
+    n is computed in loop n. A reduction counts itself, but runs in the loop before, because its
+    result is complete only after that loop.
     """
     return levels[op.out_tensor] - isinstance(op, REDUCING)
 
@@ -129,9 +129,10 @@ def _last_of_chain(
     """Returns the value that registers hold in place of the result of `op`.
 
     The purpose is to hold few bytes. If the result has only one reader, the reader's result may be
-    held instead, and so on. The last result with the fewest bytes is chosen:
+    held instead, and so on. The last result with the fewest bytes is chosen. In this example, `h`
+    is held, and none of u, x and r:
 
-        u = rand(); h = where(u < p, x, 0) + r   ->   h, and neither u nor x nor r
+        u = rand(); h = where(u < p, x, 0) + r
     """
     fusion = op.out_tensor.fusion
     tv = best = op.out_tensor
@@ -156,7 +157,8 @@ def most_bytes(kept: Iterable[KeptValue], vector: int) -> int:
     """Returns the most bytes of registers that the values in `kept` take at one time, per element
     of a row.
 
-    An element takes a whole register of 4 bytes if a vector of `vector` elements does not fill one.
+    A register has 4 bytes. If a vector of `vector` elements has fewer bytes, each of its elements
+    is counted as a whole register.
     """
     values = list(kept)
     sizes = [nbytes_of(k.tv.dtype()) for k in values]

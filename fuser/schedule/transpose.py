@@ -2,14 +2,18 @@
 
 *Direct* tensors are contiguous along the axis along which the kernel computes, *staged* tensors
 along another axis. A CUDA block processes a tile of both axes. Staged tensors pass through shared
-memory. All tensors are thus accessed along their own innermost axis in global memory (BIDx: blocks,
-UR: unrolled, TIDx: threads, V: vector):
+memory, so that all tensors are accessed along their own innermost axis in global memory.
 
-    staged   [BIDx, UR, TIDx, V]   threads run along the staged tensors' axis first
-    direct   [BIDx, UR, TIDx, V]   threads run along the direct tensors' axis first
+Accesses to staged and to direct tensors have different loops, listed from outer to inner (BIDx:
+blocks, UR: unrolled, TIDx: threads, V: vector):
 
-    staged input -> registers -> tile | barrier | -> registers -> direct output
-    direct input -> registers ->      | barrier | tile -> registers -> staged output
+    staged   [BIDx, UR, TIDx, V]   neighbouring threads are along the staged tensors' axis
+    direct   [BIDx, UR, TIDx, V]   neighbouring threads are along the direct tensors' axis
+
+Data flows from left to right. A tile is in shared memory, and `|` is a barrier of the block:
+
+    staged input -> registers -> tile | -> registers -> direct output
+    direct input -> registers ->      | tile -> registers -> staged output
 
 All loads of a block are issued before its first barrier. If a tile does not pay for the actual
 sizes and layouts, the parameters are those of the pointwise scheduler.
@@ -395,7 +399,8 @@ class TileAxes:
     - `inner`: the innermost axes of the `direct` tensors, contiguous in every tensor.
     - `other`: the innermost axes of the `staged` tensors, which pass through shared memory.
     - `outer`: all other axes.
-    - `between`: the axes inside of `other` in the direct tensors' memory order.
+    - `between`: the axes that follow `other` in the direct tensors' memory order, with those of
+      `inner`.
     """
 
     outer: tuple[int, ...]
@@ -434,9 +439,9 @@ def may_have_two_orders(fusion: Fusion) -> bool:
 def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
     """Returns the axes of the tile that a CUDA block processes, or the reason why there is none.
 
-    The tile has two axes, one for each innermost axis of the inputs and outputs in memory. The
-    kernel computes along the axis that is innermost for most bytes, so that fewer bytes pass
-    through shared memory. Outputs win ties.
+    The inputs and outputs must have exactly two different innermost axes in memory. These are the
+    tile's axes. The kernel computes along the one that is innermost for most bytes, so that fewer
+    bytes pass through shared memory. If both have equally many bytes, outputs decide.
     """
     if fusion.aliases:
         return "an output is written into an input"
@@ -725,8 +730,9 @@ def _turns(tile: Tile, padding: Padding) -> tuple[int, int]:
 def turns(elements: Iterable[int], access: int, nbytes: int) -> int:
     """Returns how many different words the threads of a warp request from the busiest bank.
 
-    A number of 1 means no bank conflict. `elements` are the positions of the threads' elements of
-    `nbytes` each. `access` is the number of bytes that a thread moves, from its element on.
+    A number of 1 means no bank conflict. Each thread moves `access` bytes, beginning with one
+    element. `elements` are the positions of these first elements, counted in elements of `nbytes`
+    bytes.
     """
     begins = [e * nbytes for e in elements]
     share = WARP if access <= WORD_BYTES else WARP * WORD_BYTES // access

@@ -1,9 +1,9 @@
 """Hoisting: computes index arithmetic once, in the outermost loop in which its value does not
 change.
 
-- A sum is divided into partial sums: the terms that change in the same loops form one partial sum.
-  It becomes a `Let` statement (the definition of a constant) at the start of the body of the
-  innermost of these loops.
+- A sum is computed in several steps. The terms that do not change in an inner loop are added
+  outside of it: each such partial sum becomes a `Let` statement (the definition of a constant) at
+  the start of the body of the innermost loop in which it changes.
 - Every division and modulo becomes a `Let` statement, too.
 - The host computes expressions of sizes alone, such as quotients, and passes them as kernel
   parameters. A kernel never computes a division that is known before the launch.
