@@ -558,8 +558,9 @@ def _folded_coordinates(fold: Fold, cluster: int) -> dict[str, str]:
     names "bx", "by" and "bz".
 
     They are for a kernel whose grid is folded: each launched CUDA block does the work of several
-    blocks, one after the other. `fold` is the number of the current one among all of them, so
-    `blockIdx` cannot be used. If all blocks are along x and a cluster has several blocks
+    blocks, one after the other, so that `blockIdx` is not the index of the current block. The C
+    variable `fold` is the number of this block among all blocks, and the parameter `fold` has the
+    numbers of blocks along x, y and z. If all blocks are along x and a cluster has several blocks
     (`cluster`), only "bx" is replaced.
     """
     across, down, _ = map(scalar_text, fold.counts)

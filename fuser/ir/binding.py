@@ -2,7 +2,8 @@
 
 A symbolic extent takes the size of the first input axis that has this extent. Later axes with the
 same extent, and every equality that the ops require, are checked. Extents are those of whole
-tensors: if an axis is split over n devices, its extent is n times its local size.
+tensors: if an axis is split over n devices, its extent is n times its local size, less the padding
+if n does not divide a constant extent.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ class _Axis:
 
     @property
     def padding(self) -> int:
-        """The number of elements by which full blocks exceed the axis; 0 for a symbolic extent.
+        """The number of elements that the axis lacks to consist of full blocks, one per device.
 
-        The size of an axis that devices split unevenly is that of `blocks` full blocks, less this.
+        For 7 elements on 4 devices, the blocks have 2 elements, and this number is 1. It is 0 for a
+        symbolic extent.
         """
         extent = int_value(self.extent)
         return 0 if extent is None else -extent % self.blocks
@@ -134,7 +136,7 @@ class Binder:
         Raises:
             InputError: two sizes contradict each other. The message names both tensors and axes.
             ShardingError: the number of devices does not divide the extent of an axis that is
-                split.
+                split and whose extent is symbolic.
         """
         if len(arguments) != len(self._declared):
             raise InputError(
@@ -670,10 +672,10 @@ class Contents:
     def glance(self, arguments: Sequence[object]) -> Callable[[Any], tuple[int, ...] | None] | None:
         """Compiles a fast version of `check`, or returns None if some argument is a number.
 
-        The compiled function takes the arguments of a call and returns their places (see the
-        class), as `check` does. It returns None if the arguments are so different from `arguments`
-        that another compiled program may be needed, or if `check` would raise an error. The caller
-        then looks up the program by `signature_of`.
+        Like `check`, the compiled function takes the arguments of a call and returns their places:
+        the remainders of memory addresses modulo an alignment. It returns None if the arguments are
+        so different from `arguments` that another compiled program may be needed, or if `check`
+        would raise an error. The caller then looks up the program by `signature_of`.
         """
         tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
         are_alike = class_check(tensors)

@@ -170,8 +170,8 @@ def c_type(dtype: DataType) -> str:
 def e4m3_has_nan_beyond() -> bool:
     """Returns whether torch converts floats that are too large for Float8_e4m3fn to NaN.
 
-    Newer versions of torch convert such floats to 448, the largest value, and generated code must
-    do the same. To find out, the function converts one float on the CPU.
+    Newer versions of torch convert such floats to 448, the largest value. Generated code must do
+    the same as the installed version. To find out, the function converts one float on the CPU.
     """
     large = torch.tensor([2.0**20], dtype=torch.float32, device="cpu")
     return bool(large.to(torch.float8_e4m3fn).float().isnan())

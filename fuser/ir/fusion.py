@@ -1106,7 +1106,7 @@ class Fusion:
         """Checks that output `out` may be written into input `into`.
 
         The input must have no other update, and both tensors must have the same dtype and shape.
-        Sizes that are not known yet are declared equal.
+        Sizes that are not known yet are declared equal. `where` is the user's line, for messages.
 
         Raises:
             DefinitionError: one of these conditions does not hold.

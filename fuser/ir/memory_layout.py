@@ -112,8 +112,8 @@ def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
     """Returns the strides of a tensor with these extents, with symbols for unknown strides.
 
-    A stride is unknown if the tensor is declared with possible gaps between neighbours along the
-    axis. `extents` and the result have one entry per axis that is not reduced.
+    The stride of an axis is unknown if the tensor is declared with possible gaps between neighbours
+    along this axis. `extents` and the result have one entry per axis that is not reduced.
     """
     axes = tv.domain.no_reductions
     sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}

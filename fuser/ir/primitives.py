@@ -39,8 +39,8 @@ def cache_after(
 
     `op_type` and `cache_op` are the kind and the cache hint of the copy. If `cached_uses` is not
     empty, only these ops read the copy. Schedules use this to load an input into registers or
-    shared memory once. The copy has the loops and the mesh of `tv`, and no
-    reduction axes. It has the memory order of `tv` if `propagate_allocation_domain` is True.
+    shared memory once. The copy has the loops and the mesh of `tv`, and no reduction axes. It has
+    the memory order of `tv` if `propagate_allocation_domain` is True.
 
     Raises:
         DefinitionError: no op reads `tv`, `tv` already shares loops with the ops that read it, or

@@ -194,8 +194,8 @@ class _Axes:
         """Returns a hint for the error about unequal sizes of an axis: to pass `enable_gqa`, if
         keys have fewer heads than queries. Returns "" in all other cases.
 
-        `letter` is the axis, and `mapped` has a pair (operand, axis of the operand) for each
-        operand that has this axis.
+        `letter` is the letter of the axis, and `mapped` has a pair (operand, axis of the operand)
+        for each operand that has an axis with this letter.
         """
         sizes = {id(tv): sc.int_value(axis.size) for tv, axis in mapped}
         heads, groups = (sizes.get(id(self._given[field])) for field in ("query", "key"))
@@ -251,9 +251,9 @@ class _Axes:
         """Raises `DefinitionError` if one operand has size 1 along the axis `letter` and another
         operand has more, unless this is allowed.
 
-        `mapped` has each operand that has the axis, with this axis. Such a difference is allowed
-        only for axes along which the op repeats an operand: all axes of bias and mask, and in the
-        forward op the batch axes of every operand.
+        `mapped` has a pair (operand, axis of the operand) for each operand that has an axis with
+        this letter. Such a difference is allowed only for axes along which the op repeats an
+        operand: all axes of bias and mask, and in the forward op the batch axes of every operand.
         """
         meant = [self._given.get(field) for field in self._op.REPEATED]
         is_batch = not self._op.is_whole(letter) and self._op is SdpaFwdOp

@@ -42,8 +42,8 @@ def check_same_dtypes(
 ) -> None:
     """Raises `DtypeError` if the operands of op `name` have different dtypes.
 
-    Raises `UnsupportedError` for floats of one byte, whose products need scales. `advice` says in
-    the message what to do.
+    Raises `UnsupportedError` for floats of one byte, whose products need scales. `advice` is the
+    part of this second message that says what to do.
     """
     if len({t.dtype() for t in tensors}) > 1:
         found = ", ".join(f"{t.label} is {dtype_text(t.dtype())}" for t in tensors)
@@ -57,8 +57,9 @@ def check_same_dtypes(
 
 
 def _axis(name: str, mapped: Mapped) -> IterDomain:
-    """Creates the axis of a product's result that corresponds to the operand axes `mapped`, which
-    must have equal sizes.
+    """Creates the axis of a product's result that corresponds to one axis of each operand.
+
+    `mapped` has these axes as pairs (operand, axis). They must have equal sizes.
     """
     fusion = active_fusion()
     joined = join_axes(fusion, mapped, name)
@@ -66,9 +67,10 @@ def _axis(name: str, mapped: Mapped) -> IterDomain:
 
 
 def contracted_axes(name: str, mapped: Mapped) -> list[IterDomain]:
-    """Creates the axis over which a product sums, for the operand axes `mapped`.
+    """Returns a list of one new axis, over which a product sums.
 
-    Returns an empty list if this axis has size 1 in all operands, because there is nothing to sum.
+    `mapped` has the corresponding axes of the operands, as pairs (operand, axis). Returns an empty
+    list if the axis has size 1 in all operands, because there is nothing to sum.
     """
     fusion = active_fusion()
     joined = join_axes(fusion, mapped, name)

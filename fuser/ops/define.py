@@ -52,7 +52,8 @@ def define_tensor(*args: object, **kwargs: object) -> TensorView:
     - `contiguity` has one entry per axis, in the order of memory (outermost first). True says that
       there is no gap in memory: the stride of the axis is the product of size and stride of the
       next inner axis, or 1 for the innermost axis. None marks a broadcast axis. If the size of such
-      an axis is not 1, its one element in memory is repeated (stride 0).
+      an axis is not 1, its one element in memory is repeated (stride 0). A single bool applies to
+      all axes of a size other than 1.
     - `stride_order` has, per axis, its position in the order of strides: 0 for the axis with the
       smallest stride. By default, the tensor is row-major.
     - `sizes` and `strides` are those of an example. By default, every size other than 1 becomes

@@ -212,8 +212,8 @@ def randn_like(arg: TensorView, /) -> TensorView:
 def key_of(op: RandomOp) -> tuple[Scalar, Scalar]:
     """Returns (seed, offset) of a random op, the two numbers that determine its random numbers.
 
-    Raises `UnsupportedError` if the op has neither. Such an op draws both from torch's generator,
-    which works only in a FusionDefinition.
+    Raises `UnsupportedError` if the op has neither. Such an op draws both from torch's generator.
+    This is possible only in a FusionDefinition, and not where this function is called.
     """
     if op.seed is None or op.offset is None:
         raise UnsupportedError(

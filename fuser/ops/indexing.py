@@ -204,10 +204,10 @@ def _others_than_zero(rows: TensorView) -> TensorView:
 
 
 def _norm_of_each_call(rows: TensorView, sizes: TensorView, order: Scalar) -> TensorView:
-    """Computes the norms along the last axis, for an order of the norm that is a scalar of the
-    program, known only in a run.
+    """Computes the norms along the last axis if the order of the norm is known only in a run.
 
-    Such an order may be 0 or infinite. `sizes` are the absolute values of `rows`.
+    Such an order is a scalar of the program. It may be 0 or infinite. `sizes` are the absolute
+    values of `rows`.
     """
     along = rows.ndim - 1
     is_count = elementwise.apply_pointwise("eq", (order, 0))

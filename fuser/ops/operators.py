@@ -74,7 +74,8 @@ def _operand(op: str, tv: TensorView, other: Any) -> Any:
     """Returns `other`, the second operand of the Python operator `op`, in a form that ops accept: a
     number of numpy or torch becomes a Python number.
 
-    Raises `ArgumentError` if `other` is no tensor, scalar or number.
+    Raises `ArgumentError` if `other` is no tensor, scalar or number. `tv` is the first operand, for
+    the message.
     """
     if isinstance(other, (TensorView, Scalar, *NUMBERS)):
         return other
@@ -270,8 +271,9 @@ def _end(
 ) -> Scalar | int:
     """Returns the start or the end of a slice as a position, counted from 0.
 
-    A negative `given` counts from the end of the axis, which has `size` elements. If `given` is
-    None, returns `default`.
+    `given` is the start or the end as the user wrote it. A negative number counts from the end of
+    the axis, which has `size` elements. If `given` is None, returns `default`. `tv` and `key` are
+    the tensor and the key of `tv[key]`, for messages.
     """
     if given is None:
         return default

@@ -107,9 +107,8 @@ def nv_grouped_block_quantize(
 
     The values are Float8_e4m3fn [m, k]. Each block of 32 consecutive elements of a row has one
     scale of dtype Float8_e8m0fnu; `nv_block_quantize` says how it is chosen. The scales are stored
-    in the layout that `preprocess_grouped_matmul_input_sf` returns. `input_offsets` and
-    `output_offsets` are its arguments, too: the first row of each group in `input`, and in the
-    scales.
+    in the layout that `preprocess_grouped_matmul_input_sf` returns. `input_offsets` has the first
+    row of each group in `input`, and `output_offsets` the first row of each group in the scales.
 
     Raises:
         DefinitionError: a shape is wrong, or `block_size` is not 32.

@@ -370,9 +370,8 @@ def _complex_var_mean(
 ) -> tuple[TensorView, TensorView]:
     """Computes (variance, mean) of a complex tensor from its real and imaginary parts.
 
-    The parameters are those of `var_mean`.
-    The variance is the mean squared distance from the mean in the complex plane: the sum of the
-    variances of the parts.
+    The parameters are those of `var_mean`. The variance is the mean squared distance from the mean
+    in the complex plane: the sum of the variances of the parts.
     """
     parts = [typing_cast(TensorView, apply_pointwise(p, (tv,))) for p in ("real", "imag")]
     (real, x), (imag, y) = (var_mean(part, dims, correction, keepdim) for part in parts)

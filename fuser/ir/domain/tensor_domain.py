@@ -625,7 +625,7 @@ class TensorDomain:
         """Returns a copy of the domain with the loop axes `loop`.
 
         `transforms`, which derive these axes, are added to the transforms of the domain. `axes` are
-        the axes that they create.
+        the new axes that `transforms` derive.
         """
         return TensorDomain(
             {**self.axes, **{a.number: a for a in axes}},

@@ -106,17 +106,17 @@ class LookupOp(TensorOp):
         """Returns, per axis of `out`, the operand axis that devices may split together with it.
 
         The entry is None if there is no such axis, or if the result may be shorter than the table
-        along it. Devices split each tensor into equal parts. If the result is shorter than the
-        table, the part of the result on one device needs elements of the table on another device.
+        along it. Devices divide every tensor by its own size. If the result is shorter than the
+        table, the block of the result on one device needs elements of the table on another device.
         """
         return _without(self.narrowed(), self.axis_map(operand_index))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
         """Returns the axes of `out` that must not be split over devices.
 
-        These are the axes along which the result may be shorter than the table. Devices split each
-        tensor into equal parts, so that a part of the result would need elements of the table on
-        another device.
+        These are the axes along which the result may be shorter than the table. Devices divide
+        every tensor by its own size, so the block of the result on one device would need elements
+        of the table on another device.
         """
         return self.narrowed()
 

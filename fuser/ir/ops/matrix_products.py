@@ -405,8 +405,8 @@ def padding(dtype: DataType) -> float:
 def tiles_of_groups(rows: Scalar, groups: Scalar) -> Scalar:
     """Returns an upper bound of the number of row tiles that `rows` rows in `groups` groups need.
 
-    A row tile has 128 rows. Every group starts a new tile, so that up to 127 rows of its last tile
-    are unused.
+    A row tile has 128 rows. Every group starts a new tile, so that up to 127 rows of a group's last
+    tile are unused.
     """
     return sc.truncdiv(sc.add(rows, sc.mul(groups, TILE_ROWS - 1)), TILE_ROWS)
 

@@ -2,7 +2,7 @@
 
 An *axis map* tells which axes of an operand and of the result correspond. It is a tuple with one
 entry per axis of the result: the position of the corresponding operand axis, or None if the operand
-has no such axis. The axes of the result are here its *root axes*, the axes that the op itself
+has no such axis. An axis map lists the *root axes* of the result, the axes that the op itself
 computes. They include reduction axes and precede the splits and merges of a reshape. Positions in
 the operand do not count reduction axes. Index computations, sharding and loop fusion read these
 maps.
@@ -396,10 +396,10 @@ class Reshard(TensorOp):
 
     Axes are positions, which do not count reduction axes.
 
-    `ptypes` may also contain a parallel type for streams, such as `stream`. Then out is computed
-    part by part in a loop whose iterations run on several CUDA streams. `target` is the axis that
-    this loop divides, and `source` the axis that is split over devices. If each iteration only
-    slices data that the device already has, `source` is None.
+    `ptypes` may also contain a parallel type for streams, such as `stream`. A loop then computes
+    one block of out per iteration, and its iterations run on several CUDA streams. `target` is the
+    axis that this loop divides, and `source` the axis that is split over devices. If each iteration
+    only slices data that the device already has, `source` is None.
     """
 
     out: TensorView = result()

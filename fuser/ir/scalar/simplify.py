@@ -52,7 +52,8 @@ _PROOF_DEPTH = 24
 def add_terms(a: Scalar, b: Scalar, factor: int = 1) -> Scalar:
     """Returns the symbolic sum a + factor * b in simplified form: equal terms are added up.
 
-    A quotient and the remainder of the same division are also joined: x / b * b + x % b becomes x.
+    A quotient and the remainder of the same division are also added up: x / b * b + x % b becomes
+    x.
     """
     terms = terms_of(a)
     for mono, coef in terms_of(b).items():

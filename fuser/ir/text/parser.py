@@ -563,8 +563,8 @@ class Parser(ValueParser):
     def _rows(self, length: int) -> tuple[TensorView | Scalar, ...]:
         """Reads values in groups of `length`, and returns one tuple of all values.
 
-        For `length` 2, the text is `{a, b} {c, d} }`. The brace that the last one closes has been
-        read before.
+        For `length` 2, the text is `{a, b} {c, d} }`. Its last brace closes a brace that was read
+        before.
         """
         c = self.cursor
         found: list[TensorView | Scalar] = []
@@ -833,10 +833,10 @@ _STATEMENT = re.compile(r"\s*(?!T\d)([A-Za-z_]\w*)")
 
 
 def key_of(text: str, start: int) -> str:
-    """Returns the name by which the text forms of an op are looked up for the text at `start`.
+    """Returns the name of the op whose text is at `start`, as a key for its text forms.
 
     The name is the first word, or the name of the function after `=`. Returns "" if there is
-    neither.
+    neither, as for an operator such as `+`.
     """
     word = _STATEMENT.match(text, start)
     if word:

@@ -8,5 +8,5 @@ Files, in reading order:
 - `library_calls`: calls that write into a given buffer, or return results in torch's own memory.
 - `matmul_calls`: products, scaled and grouped, and the layouts that their kernels demand.
 - `attention_kernels`: which of torch's attention kernels runs a call, and how it is called.
-- `philox`: torch's random number generator, number by number.
+- `philox`: the random numbers of kernels, computed with torch.
 """

@@ -1102,10 +1102,10 @@ def _weights(scores: Tensor, log_sumexp: Tensor) -> Tensor:
 
 
 def _kept(call: Attention, weights: Tensor, seed: Tensor | None) -> Tensor | None:
-    """Returns the factors of dropout for the attention weights: 0 for a dropped weight, else 1 / (1
-    - p).
+    """Returns the factors by which dropout multiplies the attention weights.
 
-    Returns None without dropout. `seed` selects the weights that are dropped.
+    The factor is 0 for a dropped weight, else 1 / (1 - `call.dropout_p`). Returns None without
+    dropout. `seed` selects the weights that are dropped.
     """
     if not call.dropout_p or seed is None:
         return None

@@ -68,10 +68,10 @@ def bind_contraction(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tenso
 
 
 def met_operands(op: nodes.Contraction, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the operands of a matrix product with equal sizes of the axis that is summed.
+    """Returns the operands of a matrix product, after making the sizes of the summed axis equal.
 
     If this axis is empty in one operand and has size 1 in the other, it becomes empty in both. Such
-    operands occur if a loop on the host computes an empty part of a tensor. In all other cases,
+    operands occur if a loop on the host computes an empty block of a tensor. In all other cases,
     returns `inputs`.
     """
     a, b, *bias = inputs
@@ -400,8 +400,8 @@ def grouped_product(
 ) -> Tensor:
     """Returns one matrix product per group, in `dtype`; elements that belong to no group are 0.
 
-    `given` has the operands by field. Products with scales are summed in dtype `wide`. Raises
-    `InputError` for offsets that decrease or exceed the axis.
+    `given` has the operands by the name of the argument. Products with scales are summed in dtype
+    `wide`. Raises `InputError` for offsets that decrease or exceed the axis.
     """
     sizes = _sizes(op, given)
     out = given["mat1"].new_empty([sizes[c] for c in op.letters("out")], dtype=dtype)

@@ -1,4 +1,4 @@
-"""The random numbers of a random op in torch: those of `codegen/rt_random.h`, on any device.
+"""Computes with torch the same random numbers as `codegen/rt_random.h` does, on any device.
 
 Philox 4x32-10 computes four 32-bit words from the key `seed` and a counter. The words become 4
 floats or 2 doubles, so the counter of the element at `index` is (offset, index // 4) for floats and
@@ -59,9 +59,9 @@ def random_numbers(
 ) -> Tensor:
     """Returns the elements of a random tensor at the positions `index` (int64).
 
-    Every element depends only on its position, `seed` and `offset`.
-    `kind` is "uniform" or "normal". `ends` are the bounds of the uniform distribution, or the mean
-    and the standard deviation of the normal distribution.
+    Every element depends only on its position, `seed` and `offset`. `kind` is "uniform" or
+    "normal". `ends` are the bounds of the uniform distribution, or the mean and the standard
+    deviation of the normal distribution.
     """
     real = torch.float64 if dtype is torch.float64 else torch.float32
     a, b = (torch.tensor(x, dtype=real, device=index.device) for x in ends)
