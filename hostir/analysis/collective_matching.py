@@ -17,7 +17,7 @@ by one (`hostir.analysis.deadlocks`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fuser.ir.domain.device_mesh import DeviceMesh, ranks_text
 from fuser.ir.dtypes import dtype_text
@@ -744,8 +744,10 @@ def _library(movement: Movement) -> str:
 # A collective moves contiguous memory. A member's piece is therefore a slice of the tensor only if
 # the gathered or scattered axis is outermost in memory.
 
-# The number of partners per member that are checked in an AllToAll of a larger team.
-_MAX_PARTNERS = 64
+# The numbers of partners per member that are checked in an AllToAll of a larger team: the first on
+# small meshes, the second on meshes so large that more would take longer than lowering.
+_MAX_PARTNERS, _MIN_PARTNERS = 64, 4
+_MAX_PAIRS = 1 << 15
 
 
 # ------------------------------------------------------------------ collectives
@@ -843,7 +845,7 @@ def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> 
     Returns None if all is right. Otherwise returns (message, array of the wrong ranks, "").
     """
     teams, count = met.teams, met.teams.members.shape[1]
-    for shift in range(0, count, -(-count // _MAX_PARTNERS)):
+    for shift in _shifts(count, len(here)):
         to = (teams.position + shift) % count
         left = inp.piece(count, to)
         right = out.on(teams.members[teams.team, to]).piece(count, teams.position)
@@ -855,6 +857,17 @@ def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> 
             text = f"{met.kind} brings {left.text(i)} into {right.text(i)}"
             return text, wrong, ""
     return None
+
+
+def _shifts(count: int, ranks: int) -> Iterable[int]:
+    """Returns the distances in a team of `count` members over which an AllToAll is checked.
+
+    `ranks` is the number of ranks in all teams. In a large team, the distances are spread evenly,
+    and 1 is among them.
+    """
+    most = min(max(_MAX_PAIRS // ranks, _MIN_PARTNERS), _MAX_PARTNERS)
+    spread = range(0, count, -(-count // most))
+    return spread if len(spread) == count else (*spread, 1)
 
 
 def first_difference(x: PerRank, teams: Teams, here: Array) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
-from typing import cast
+from typing import Any, cast
 
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.support.arguments import Mismatch, checked, list_items, python_number, show, take_integer
@@ -53,7 +53,7 @@ def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]
             kind=ShardingError,
         )
     listed = list_items(nested, "(nested) lists of ranks", longest=MAX_DEVICES)
-    if listed and all(type(rank) is int for rank in listed):
+    if set(map(type, listed)) == {int}:
         return cast("list[int]", listed), (len(listed),)
     items = [_flatten(item, depth + 1) for item in listed]
     if not items:
@@ -65,6 +65,25 @@ def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]
             kind=ShardingError,
         )
     return [i for ids, _ in items for i in ids], (len(items), *shape)
+
+
+def _flatten_array(devices: object) -> tuple[list[int], tuple[int, ...]] | None:
+    """Returns the result of `_flatten` for an array, whose numbers are read at once.
+
+    Returns None for anything else, for an array of other numbers than integers, and for one that is
+    empty or too large.
+    """
+    if not (hasattr(devices, "flatten") and hasattr(devices, "tolist")):
+        return None
+    array = cast(Any, devices)
+    shape = tuple(map(int, array.shape))
+    if not 1 <= len(shape) <= _MAX_DIMENSIONS or not 0 < math.prod(shape) <= MAX_DEVICES:
+        return None
+    try:
+        ids = array.flatten().tolist()
+    except RuntimeError:
+        return None  # a tensor without data
+    return (ids, shape) if set(map(type, ids)) == {int} else None
 
 
 class DeviceMesh:
@@ -89,7 +108,7 @@ class DeviceMesh:
                 f"[{n}] for rank {n} alone"
             )
         try:
-            ids, shape = _flatten(devices)
+            ids, shape = _flatten_array(devices) or _flatten(devices)
         except Mismatch as error:
             raise error.kind(f"DeviceMesh: {error.text}") from None
         if len(shape) > _MAX_DIMENSIONS:
@@ -98,9 +117,9 @@ class DeviceMesh:
             raise ShardingError(
                 f"DeviceMesh: each rank must occur once, but {show(ids)} contains duplicates"
             )
-        if any(i < 0 for i in ids):
+        if min(ids, default=0) < 0:
             raise ShardingError(f"DeviceMesh: a rank must be at least 0, got {show(ids)}")
-        if any(i > _MAX_RANK for i in ids):
+        if max(ids, default=0) > _MAX_RANK:
             raise ShardingError(f"DeviceMesh: a rank must be at most {_MAX_RANK}, got {show(ids)}")
         self.devices: tuple[int, ...] = tuple(ids)
         self.shape: tuple[int, ...] = shape or (1,)
@@ -177,9 +196,9 @@ class DeviceMesh:
                 self._along[ptype] = (0,) * self.size
             else:
                 inner, outer = (math.prod(n) for n in (self.shape[dim + 1 :], self.shape[:dim]))
-                row = itertools.chain.from_iterable(
-                    itertools.repeat(i, inner) for i in range(self.shape[dim])
-                )
+                row: Iterable[int] = range(self.shape[dim])
+                if inner > 1:
+                    row = itertools.chain.from_iterable(itertools.repeat(i, inner) for i in row)
                 self._along[ptype] = tuple(row) * outer
         return self._along[ptype]
 
