@@ -382,3 +382,26 @@ def test_broken_programs_are_reported_and_right_ones_are_not(case: Case) -> None
         text = report(hic, found)
         assert bool(found) != right, text
         assert right or (case.kind in text and case.says in text), text
+
+
+@pytest.mark.parametrize("ranks", [2, 100, 8192])
+def test_an_all_to_all_that_misplaces_data_is_found_in_teams_of_any_size(ranks: int) -> None:
+    """Only some pairs of a large team are compared; rows are contiguous if each rank has one."""
+    mesh = LocalDeviceMesh(list(range(ranks)))
+    for rows, count in ((ranks, 0), (2 * ranks, 1)):
+        hic = HostIrContainer()
+        with hic:
+            x = spread_over(hic.input([rows, 2 * ranks]), mesh, 0, split=True)
+            y = allocated(hic, rows, 2 * ranks, mesh=mesh, axis=1, split=True)
+            hic.append(*call("AllToAll", x, y, team=TeamOf(mesh, (X,))))
+            hic.add_output(y)
+        assert len(find_mismatches(hic, {})) == count
+
+
+def test_fewer_partners_are_compared_on_larger_meshes() -> None:
+    compared = {n: list(collective_matching._shifts(n, n)) for n in (1, 4, 64, 4096, 16384)}
+    assert compared[1] == [0]
+    assert compared[4] == [0, 1, 2, 3]
+    assert compared[64] == list(range(64))
+    assert sorted(compared[4096]) == [0, 1, *range(512, 4096, 512)]
+    assert sorted(compared[16384]) == [0, 1, 4096, 8192, 12288]

@@ -156,6 +156,34 @@ def test_lowering_of_more_layers_grows_as_they_do(
         assert many[name] <= 1.1 * 3 * few[name], (name, found)
 
 
+def define_gradients(fd: Any, count: int, mesh: Any) -> None:
+    """A linear and a tanh per layer, then products as in gradients, which read each tanh."""
+    make, ops = Builder(fd, mesh), fd.ops
+    value = make.tensor([-1, -1, HIDDEN], [(0, make.batch)])
+    known: list[tuple[Any, Any]] = []
+    for _ in range(count):
+        weight = make.tensor([HIDDEN, HIDDEN], [(1, make.features)])
+        value = ops.tanh(ops.linear(value, weight))
+        known.append((weight, value))
+    gradient = value
+    for weight, result in reversed(known):
+        gradient = ops.matmul(ops.mul(result, ops.mul(gradient, 2.0)), weight)
+    fd.add_output(gradient)
+
+
+@pytest.mark.finding("G4")
+def test_each_layer_and_its_gradient_add_as_many_steps_of_merging(counted: Counter[str]) -> None:
+    """All other layers are between a layer and its gradient, which read the same tensor."""
+    found: list[Counter[str]] = []
+    for layers in (10, 40):
+        counted.clear()
+        lower_case(Case(define_gradients, layers, ()), layers)
+        found.append(Counter(counted))
+    few, many = found
+    for name in counted:
+        assert many[name] <= 1.1 * 4 * few[name], (name, found)
+
+
 @pytest.mark.finding("G4")
 def test_shardings_of_repeated_layers_are_compared_once(counted: Counter[str]) -> None:
     found: list[int] = []
