@@ -191,8 +191,11 @@ class Context:
         return shifts_of(self.indexer.loop_transforms(tv))
 
     def _is_whole(self, size: Scalar, factor: Scalar) -> bool:
-        """Whether a guard or an assumption ensures that `size` is a multiple of `factor`, so that a
-        split of this size by `factor` has no incomplete part.
+        """Whether `size` is known to be a multiple of `factor`, so that a split of this size by
+        `factor` has no incomplete part.
+
+        It is known from a guard, which is a condition on sizes that each launch checks, or from an
+        assumption of lowering (`Assumptions`).
         """
         if (size, factor) in self._whole:
             return True

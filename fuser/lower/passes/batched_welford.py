@@ -4,7 +4,10 @@ Each update of an accumulator for mean and variance (Welford) contains a divisio
 previous update, so updates by single values are slow. This pass adds many values by one update: two
 passes over the values in registers compute their mean and sum of squares, and the update adds
 these. The accumulators of all columns hold equally many values, so they share the count and the
-division:
+division.
+
+In the example, r[j] is the accumulator of column j, and x has the values. The set bits of `mask`
+select the values in the array b that exist; `held` is the count before the update:
 
     for i < 16 { for j < 4 { if (i < n) { welford_add(r[j], x[i, j]); } } }
 ->  held = r[0].n; mask = 0;

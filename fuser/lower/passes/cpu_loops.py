@@ -1,7 +1,8 @@
 """Loops for a CPU: summation in blocks of terms, and vectorised innermost loops.
 
 The rounding error of a running sum grows with its length. A running sum in the dtype of its terms
-is therefore at most one block of terms long. The sums of blocks are added in double precision:
+is therefore at most one block of terms long. The sums of blocks are added in double precision. In
+the example, a block has B terms, r has 256 sums, and wide_r the same sums in double precision:
 
     for k < n { for j < 256 { r[j] += x[k, j]; } }
 ->  if (B < n) {

@@ -2,7 +2,7 @@
 
 An `Unswitch` statement marks a body that should run without bounds checks where possible.
 `expand_unswitch` replaces it by two versions of the body, a fast one without bounds checks and one
-with them:
+with them. In the example, k runs from 0 to 3, and tx is the number of the thread:
 
     unswitch { for k { if (k*128 + tx < n) body } }
 ->  if (3*128 + tx < n) { for k body } else { for k { if (k*128 + tx < n) body } }

@@ -3,7 +3,8 @@ vectors, if the address is aligned.
 
 Operands of a concatenation, slices and padded tensors are read at shifted indices, often under a
 condition. No schedule can know whether their addresses are aligned. The kernel therefore tests the
-address itself, and nothing has to be assumed:
+address itself, and nothing has to be assumed. In the example, `load_vec_any` makes this test and
+loads 8 elements into the register array w0:
 
     for k in 8: t = k + x < n ? T0[b + k] : 0
     ->
