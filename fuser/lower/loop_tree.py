@@ -109,8 +109,8 @@ class Loop:
         self.find()._symbol = symbol
 
     def find(self) -> Loop:
-        """Returns the loop that stores the extent, type and index for all loops that `join` has
-        made one loop with this one (union-find).
+        """Returns the loop that stores extent, type and index for this loop and all loops that
+        `join` has made one with it (union-find).
         """
         loop = self
         while loop._same is not None:
@@ -560,8 +560,8 @@ class _Sharing:
                 self._members.setdefault(loop.find(), set()).add(stage)
 
     def fuse_readers(self, stages: tuple[Stage, ...]) -> None:
-        """Joins equal outer loops of several stages, so that a value which all of them compute or
-        read is computed once. A stage is an op whose result is stored.
+        """Joins equal outer loops of several stages. The stages compute or read the same value,
+        which is then computed only once. A stage is an op whose result is stored.
         """
         first = stages[0]
         for other in stages[1:]:

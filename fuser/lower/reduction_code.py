@@ -253,7 +253,8 @@ def _workspace(ctx: Context, ctype: str, nbytes: Scalar) -> str:
 
 
 def pair_text(names: Iterable[str], name: str = "Pair") -> str:
-    """Returns the C text of nested pairs: `A` for one name, and `Pair<A, Pair<B, C>>` for three.
+    """Returns the C text of nested pairs of the types `names`: `A` for one type, and `Pair<A,
+    Pair<B, C>>` for three.
 
     `name` is the text to use in place of `Pair`.
     """

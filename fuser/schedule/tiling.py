@@ -44,8 +44,9 @@ def cache_output(tv: TensorView) -> tuple[TensorView, TensorView]:
 def arrange(tv: TensorView, groups: Sequence[Sequence[int]]) -> None:
     """Reorders the loop axes of a tensor and merges each group of them into one axis.
 
-    Each group in `groups` lists positions of logical axes: `tv [a, b, c]`, groups ((2,), (0, 1)) ->
-    `[c, a*b]`
+    Each group in `groups` lists positions of logical axes. With the groups ((2,), (0, 1)):
+
+        tv [a, b, c]   ->   [c, a*b]
     """
     numbers = [tv.domain.logical[p].number for group in groups for p in group]
     places = {a.number: k for k, a in enumerate(tv.domain.loop)}
@@ -77,8 +78,10 @@ def split_tile(
     `factors` are pairs (factor, parallel type) from outer to inner. Factors of 1 are left out.
     Returns the parallel types of the tile's axes.
 
-    Only the last tile may be incomplete, so one bounds check per iteration is enough. `[n]`, ((2,
-    UR), (128, TIDx))  ->  `[ceilDiv(n, 256), UR 2, TIDx 128]`
+    Only the last tile may be incomplete, so one bounds check per iteration is enough. With the
+    factors ((2, UR), (128, TIDx)):
+
+        [n]   ->   [ceilDiv(n, 256), UR 2, TIDx 128]
     """
     kept = [(f, t) for f, t in factors if f > 1]
     if not kept:
