@@ -81,7 +81,7 @@ def parallel_axes(op: TensorOp, out: TensorView, sibling: TensorView) -> Iterato
 def is_exact_pair(pair: AxisPair) -> bool:
     """Returns whether both axes of a pair are broadcast axes, or neither is.
 
-    Otherwise an op repeats one along the other.
+    If only one of them is a broadcast axis, the op repeats it along the other axis.
     """
     return pair[0].is_broadcast == pair[1].is_broadcast
 

@@ -130,7 +130,9 @@ def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentC
 
 
 def form_text(form: CanonicalForm) -> str:
-    """Returns a canonical form as text for keys of files: it is the same in every process."""
+    """Returns a canonical form as text. The text is the same in every process, so it can be a part
+    of the key of a file.
+    """
     ranges = [f"{s.dtype.name} {s.lo} {s.hi}" for s in form.symbols]
     return _text([ranges, form.key])
 

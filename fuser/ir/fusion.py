@@ -600,10 +600,11 @@ class TensorOp(Op):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the op may compute on the terms of sums: op(a + b, c + d) = op(a, c) + op(b, d).
+        """Whether the op is linear in its tensor operands: op(a + b, c + d) = op(a, c) + op(b, d).
 
-        The operands a + b and c + d are tensors; scalar operands are the same on both sides. For
-        floats, both sides may be rounded differently, but not less precisely. By default, False.
+        Such an op can be applied to partial sums, and its results are added afterwards. Scalar
+        operands are the same on both sides. For floats, the right side may be rounded in another
+        way, but is not less precise. By default, False.
         """
         return False
 
@@ -1245,7 +1246,11 @@ class Fusion:
     if TYPE_CHECKING:  # `fuser.frontend.manual_kernels` adds this method
 
         def print_kernel(self, compile_params: Any = None) -> str:
-            """Returns the CUDA text of the kernel for the fusion with its current schedule."""
+            """Returns the CUDA text of the kernel for the fusion with its current schedule.
+
+            `compile_params` (`CompileParams`) may set the integer type of indices. Its other
+            options are those of nvFuser and must have their defaults.
+            """
             ...
 
     def print_math(self, from_outputs_only: bool = True) -> str:

@@ -289,7 +289,7 @@ def _remainder(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
 
 
 def _pow(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
-    """Returns lhs ** rhs. Integers wrap; for rhs < 0 they give 0, unless lhs is 1 or -1."""
+    """Returns lhs ** rhs. Integers wrap, and an integer rhs < 0 gives 0 unless lhs is 1 or -1."""
     if lhs.dtype is torch.bool:
         return torch.pow(lhs.int(), rhs.int()).bool()
     found = torch.pow(lhs, rhs)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Statement(metaclass=ABCMeta):  # noqa: B024 (it is for isinstance alone)
-    """Base class of the values and ops of a fusion. `str` returns the text in the IR."""
+    """Base class of the values and ops of a fusion. `str(x)` is the text of `x` in the IR."""
 
     __slots__ = ()
 

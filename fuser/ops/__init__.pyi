@@ -258,11 +258,11 @@ def complex(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Computes the
 @overload
 def complex(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Computes the complex numbers lhs + i * rhs from two tensors or two scalars."""
 @overload
-def pow(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs ** rhs. Integers wrap; for rhs < 0 they give 0, unless lhs is 1 or -1."""
+def pow(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs ** rhs. Integers wrap, and an integer rhs < 0 gives 0 unless lhs is 1 or -1."""
 @overload
-def pow(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs ** rhs. Integers wrap; for rhs < 0 they give 0, unless lhs is 1 or -1."""
+def pow(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs ** rhs. Integers wrap, and an integer rhs < 0 gives 0 unless lhs is 1 or -1."""
 @overload
-def pow(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs ** rhs. Integers wrap; for rhs < 0 they give 0, unless lhs is 1 or -1."""
+def pow(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs ** rhs. Integers wrap, and an integer rhs < 0 gives 0 unless lhs is 1 or -1."""
 @overload
 def maximum(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """As `torch.maximum`."""
 @overload

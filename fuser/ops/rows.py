@@ -113,10 +113,10 @@ def _composite(
     shape: str = _SAME,
     sample: str = "values",
 ) -> OpRow:
-    """Returns the row of the table for an op that also accepts scalars only, and then returns a
-    scalar.
+    """Returns the row of the table for an op whose operands may all be scalars.
 
-    Such an op may expand into several nodes, whose classes are `nodes`.
+    The result is then a scalar. `nodes` has the classes of all nodes into which such an op may
+    expand. The parameters are fields of `OpRow`.
     """
     return OpRow(name, function, nodes, dtype, shape, sample, takes_scalars=True)
 

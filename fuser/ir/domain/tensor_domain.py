@@ -451,7 +451,7 @@ class TensorDomain:
         )
 
     def __call__(self) -> TensorDomain:
-        """Returns `self`, so that `tv.domain()` works, which is a method in nvFuser."""
+        """Returns `self`, so that `tv.domain()` works. In nvFuser, `domain` is a method."""
         return self
 
     # ------------------------------------------------------------ views

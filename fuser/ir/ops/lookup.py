@@ -133,7 +133,7 @@ class LookupOp(TensorOp):
         return tuple(k for k, to in enumerate(self.index_map()) if to in narrowed)
 
     def verify(self) -> None:
-        """Checks the dtype of the index, that axis `dim` of the table exists, and numbers of axes.
+        """Checks the dtype of the index, that the table has axis `dim`, and the numbers of axes.
 
         Raises:
             VerifyError: a check fails.

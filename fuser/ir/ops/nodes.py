@@ -50,7 +50,7 @@ class UnaryOp(TensorOp):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the op may compute on the terms of sums (`TensorOp.is_linear`)."""
+        """Whether op(a + b) = op(a) + op(b), as `TensorOp.is_linear` describes: only for `neg`."""
         return self.kind == "neg"
 
     def template(self) -> str:
@@ -83,7 +83,7 @@ class CastOp(TensorOp):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the op may compute on the terms of sums (`TensorOp.is_linear`).
+        """Whether op(a + b) = op(a) + op(b), as `TensorOp.is_linear` describes.
 
         This is so for a cast to a wider floating dtype, because it rounds nothing.
         """
@@ -121,7 +121,7 @@ class BinaryOp(TensorOp):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the op may compute on the terms of sums (`TensorOp.is_linear`).
+        """Whether op(a + b, c + d) = op(a, c) + op(b, d), as `TensorOp.is_linear` describes.
 
         This is so for the sum or difference of two tensors, and for the product with a scalar.
         """
@@ -357,7 +357,7 @@ class LoadStoreOp(TensorOp):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the op may compute on the terms of sums (`TensorOp.is_linear`): always."""
+        """Whether op(a + b) = op(a) + op(b), as `TensorOp.is_linear` describes: always."""
         return True
 
     def template(self) -> str:
@@ -532,7 +532,7 @@ class ReshapeOp(TensorOp):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the op may compute on the terms of sums (`TensorOp.is_linear`): always."""
+        """Whether op(a + b) = op(a) + op(b), as `TensorOp.is_linear` describes: always."""
         return True
 
     @property

@@ -187,7 +187,7 @@ def program_symbols(
 ) -> tuple[sc.Symbol, ...]:
     """Returns each symbol of a program once, in order of appearance.
 
-    They occur in inputs, axes and splits of `tensors`, operands of `ops`, and equal extents.
+    Symbols occur in inputs, axes and splits of `tensors`, operands of `ops`, and equal extents.
     """
     found: dict[sc.Symbol, None] = {}
 

@@ -358,7 +358,7 @@ def _native(
 def _aligned(x: Tensor) -> Tensor:
     """Returns `x` as a contiguous tensor at a multiple of 16 bytes; copies if necessary.
 
-    A part of a tensor, such as the rows of a group, may have another address.
+    A view of a tensor, such as the rows of a group, may begin at another address.
     """
     x = x.contiguous()
     return x.clone() if x.data_ptr() % _ALIGNMENT else x
@@ -458,7 +458,7 @@ def _ends(op: GroupedMmaOp, extent: int, offsets: Tensor) -> list[int]:
 
 
 def check_ends(op: GroupedMmaOp, extent: int, ends: Sequence[int]) -> None:
-    """Raises `InputError` if `ends` of groups decrease, or are outside the range 0 to `extent`."""
+    """Raises `InputError` if the `ends` of groups decrease, or leave the range 0 to `extent`."""
     if any(x > y for x, y in pairwise([0, *ends, extent])):
         raise InputError(
             f"grouped_mm: Expected sorted offsets from 0 to {extent}, the size of axis {op.ragged} "
