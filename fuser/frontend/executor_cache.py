@@ -651,7 +651,9 @@ class FusionExecutorCache(Watching, Inspection):
         try:
             program = PROGRAMS.find_or_build(
                 key,
-                lambda: self._build(input_class, backend, settings, texts, overlaps),
+                lambda: self._build(
+                    input_class, backend, settings, texts, overlaps, communicator.rank()
+                ),
                 lambda: overlaps.choose(sizes),
             )
             texts = program.dumps
@@ -668,6 +670,7 @@ class FusionExecutorCache(Watching, Inspection):
         settings: Settings,
         texts: list[Dump],
         overlaps: Overlaps | NoOverlap,
+        rank: int,
     ) -> Program:
         """Compiles this definition to a host program (launches, communications, allocations).
 
@@ -676,6 +679,7 @@ class FusionExecutorCache(Watching, Inspection):
         - `backend` is the name of the communication library.
         - `overlaps` decides which matmuls and communications run at the same time.
         - The dumps that the user asked for are appended to the list `texts`.
+        - `rank` is that of this process, which dumps name.
         """
         label = self._label + (f", program {self._built}" if self._built else "")
         self._built += 1
@@ -715,7 +719,7 @@ class FusionExecutorCache(Watching, Inspection):
         if self._built > 1:
             note += _first_run_text(program, input_class.sizes)
         dump("host_ir", lambda: dumped(program, form), note)
-        sent, rank = communications_text(program), Communicator.instance().rank()
+        sent = communications_text(program)
         return Program(segmented, program, sent, settings, label, rank, texts, shardings.outputs)
 
     # ------------------------------------------------------------ looking inside
@@ -747,7 +751,8 @@ class FusionExecutorCache(Watching, Inspection):
             cache = self if moved is self._defined else FusionExecutorCache(moved)
             return cache.lower_for_job(inputs, replace(described, mesh=None))
         job, device = planned_job(self._fusion, described), torch.device(described.device)
-        given = self._completed(stand_ins(self._defined, inputs, job.rank()), job.rank())
+        shards = stand_ins(self._defined, inputs, described.rank)
+        given = self._completed(shards, described.rank)
         values = self._binder.values(given)
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
         found = self._classifier.classify(given, sizes, device)

@@ -22,6 +22,8 @@ from fuser.support.errors import InputError, ShardingError, UnsupportedError, us
 from fuser.support.inputs import check_count
 from hostir.ir.shard_layout import allocated_strides
 from multidevice.coordination.bounded_wait import Team
+from multidevice.coordination.launcher import read_launch
+from multidevice.job.communicator import current_communicator
 from multidevice.sharding.placement import add_cuts, axis_cuts, unparallelize
 from multidevice.sharding.queries import (
     has_streams,
@@ -52,7 +54,7 @@ class Job(Protocol):
     runs."""
 
     def rank(self) -> int:
-        """Returns the rank for which a program is compiled."""
+        """Returns the rank of this process, whose dumps have its number."""
         ...
 
     def size(self) -> int:
@@ -99,8 +101,12 @@ class PlannedJob:
     count: int
 
     def rank(self) -> int:
-        """Returns the rank for which a program is compiled."""
-        return self.described.rank
+        """Returns the rank of this process in the job that runs, without connecting to its ranks.
+
+        The result is 0 if no launcher started this process.
+        """
+        simulated = current_communicator.get()
+        return read_launch().rank if simulated is None else simulated.rank()
 
     def size(self) -> int:
         """Returns the number of ranks of the job."""

@@ -27,6 +27,7 @@ from fuser import (
 from fuser.frontend import executor_cache
 from fuser.frontend.program_cache import ProgramCache
 from fuser.ir.fusion import TensorView
+from fuser.support import dumps
 from fuser.support.errors import InputError, ShardingError, UnsupportedError
 from multidevice import Communicator, DeviceMesh
 from tests.support.host_programs import CASES
@@ -223,6 +224,21 @@ def test_overlap_needs_all_ranks_on_one_host() -> None:
     assert "FOR" not in text(4, ranks_per_host=2) and "FOR" not in text(16)
     assert "FOR" not in text(4, device="cpu")
     assert "backend=NCCL" in text(16) and "backend=MPI" in text(16, device="cpu")
+
+
+def test_a_plan_connects_to_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank of a job may plan alone; the dump has the number of the process."""
+
+    def refuse() -> Communicator:
+        raise AssertionError("a plan needs no communicator")
+
+    monkeypatch.setattr(Communicator, "instance", staticmethod(refuse))
+    monkeypatch.setenv("FUSER_DUMP", "host_ir")
+    written: list[int] = []
+    monkeypatch.setattr(dumps, "write", lambda dump, *, rank: written.append(rank))
+    for fd in (mlp(mesh_of(2, 2), *SIZES), uneven(DeviceMesh(range(4)))):
+        hostir.program_for(fd, rank=3, backend="GLOO", device="cpu")
+    assert written == [0, 0]
 
 
 # ------------------------------------------------------------------ another mesh
