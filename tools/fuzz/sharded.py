@@ -269,9 +269,16 @@ class Sharded(Builder):
         else:
             first = tuple(ranks)
         found = [first]
-        if self.chance(0.06):
-            found.append(tuple(sorted(ranks)))
+        if self.chance(0.2):
+            found.append(self.second_mesh(ranks))
         return found
+
+    def second_mesh(self, ranks: list[int]) -> Ranks:
+        """Draws a mesh of some of the ranks, in any order."""
+        some = self.rng.sample(ranks, self.rng.randint(1, len(ranks)))
+        if len(some) == 4 and self.chance(0.5):
+            return (some[0], some[1]), (some[2], some[3])
+        return tuple(some)
 
     def annotated(self, program: Program) -> Program:
         """Returns the program with meshes and cuts on some of its tensors."""

@@ -20,7 +20,7 @@ from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.dtypes import nbytes_of
 from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.naming import in_ir
-from fuser.ir.ops.nodes import LoadStoreOp
+from fuser.ir.ops.nodes import LoadStoreOp, ReductionOp
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.passes.view_ops import is_copy
 from fuser.support.errors import ShardingError, user_code
@@ -87,6 +87,7 @@ def decompose_reshardings(
     gather_for_products(fusion)
     add_row_parallel_bias_last(fusion)
     mask_divided_lookups(fusion)
+    reduce_before_leaving(fusion)
     factor_spread_reductions(fusion)
     defer_sums(fusion)
     add_partial_sums(fusion)
@@ -331,14 +332,9 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
     communication. Returns False, and changes nothing, if the op would need communication even so.
     The caller ensures that the op has one tensor operand.
     """
-    ((index, operand),) = tensor_operands(op)
+    ((index, _),) = tensor_operands(op)
     out = op.out_tensor
-    local = _result_like(out, operand.mesh)
-    unparallelize(local, lambda a: True)
-    computed = op.map_values(lambda v: local if v is out else v)
-    cuts = forward_cuts(computed, index, local)
-    is_nested = any(outside_streams(c) != only_devices(c) for _, c in cuts)
-    apply_steps(local, operand, cuts, SPREAD_TYPES if is_nested else DEVICE_TYPES)
+    local, computed = _computed_like_operand(op, index)
     # The result's steps become steps of the tensor that it is copied from, if the copy allows it.
     apply_steps(local, out, sibling_cuts(op, out, local))
     if any(a.is_reduction() and a.is_device for a in local.domain.loop):
@@ -348,6 +344,40 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
     out.domain = out.domain.without_root()
     fusion.replace_expr(op, [computed, LoadStoreOp(out, local).replace(where=op.where)])
     return True
+
+
+def _computed_like_operand(op: TensorOp, index: int) -> tuple[TensorView, TensorOp]:
+    """Returns a new tensor on the mesh of operand `index`, and `op` with this tensor as its result.
+
+    Devices divide the tensor like the operand, also along the axes that the op reduces.
+    """
+    operand, out = op.inputs[index], op.out_tensor
+    local = _result_like(out, operand.mesh)
+    unparallelize(local, lambda a: True)
+    computed = op.map_values(lambda v: local if v is out else v)
+    cuts = forward_cuts(computed, index, local)
+    is_nested = any(outside_streams(c) != only_devices(c) for _, c in cuts)
+    apply_steps(local, operand, cuts, SPREAD_TYPES if is_nested else DEVICE_TYPES)
+    return local, computed
+
+
+def reduce_before_leaving(fusion: Fusion) -> None:
+    """Lets a reduction over devices whose result is on another mesh reduce on its operand's mesh.
+
+    The result is then copied to the other mesh; it is smaller than the operand.
+
+        y [N] on {2 3} = sum(x [DIDx(M), N] on {0 1})   ->   t [N] on {0 1} = sum(x)
+                                                             y [N] on {2 3} = set(t)
+    """
+    for op in fusion.exprs:
+        if not isinstance(op, ReductionOp) or op.inp.mesh == op.out.mesh:
+            continue
+        reduced = {p.number for p, c in mapped_axes(op, 0) if c.is_reduction()}
+        if reduced & axis_cuts(op.inp, DEVICE_TYPES).keys():
+            out = op.out
+            local, computed = _computed_like_operand(op, 0)
+            out.domain = out.domain.without_root()
+            fusion.replace_expr(op, [computed, LoadStoreOp(out, local).replace(where=op.where)])
 
 
 # -- before

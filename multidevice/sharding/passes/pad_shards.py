@@ -183,8 +183,10 @@ class _Padder:
         if before == after:
             return
         both = before.keys() & after.keys()
-        if any(before[p].padded != after[p].padded for p in both):
-            between = self._gathered(inp, both)
+        pairs = zip(placement(inp), placement(out), strict=True)
+        divided = {p for p, (have, want) in enumerate(pairs) if have and want}
+        if changed := {p for p in divided if _padding(before, p) != _padding(after, p)}:
+            between = self._gathered(inp, changed)
             first = LoadStoreOp(between, inp).replace(where=op.where)
             second = op.replace(inp=between)
             self._fusion.replace_expr(op, [first, second])
@@ -218,7 +220,8 @@ class _Padder:
         made = copy_like(tv, tv.mesh, cuts)
         numbers = [a.number for a in made.domain.no_reductions]
         axes = self._by_position(tv)
-        made.domain = _with_extents(made.domain, {numbers[p]: axes[p].extent for p in positions})
+        kept = {numbers[p]: axes[p].extent for p in positions if p in axes}
+        made.domain = _with_extents(made.domain, kept)
         self._padded[made] = {numbers[p]: axis for p, axis in axes.items() if p not in positions}
         return made
 
@@ -367,6 +370,11 @@ class _Padder:
         )
         self._masks[mesh, axis] = mask
         return mask
+
+
+def _padding(axes: Mapping[int, UnevenAxis], position: int) -> int:
+    """Returns the number of elements that are added to an axis; 0 if it is divided evenly."""
+    return axes[position].padded - axes[position].extent if position in axes else 0
 
 
 def _slice(out: TensorView, inp: TensorView, axes: Mapping[int, UnevenAxis]) -> TensorOp:

@@ -16,7 +16,7 @@ from fuser.ir.fusion import TensorView
 from hostir import Communication, P2PCommunication
 from hostir.ir.parser import parse
 from hostir.tools.run_text import run_simulated
-from multidevice import Communicator, DeviceMesh
+from multidevice import Communicator, DeviceMesh, simulate
 from multidevice.sharding.mesh_transfer import Delivery, MeshTransfer, transfer_between
 from multidevice.sharding.placement import Cut, Placement
 from multidevice.sharding.redistribution import plan_arrival
@@ -200,6 +200,48 @@ def test_copies_to_some_places(source: int, sizes: tuple[int, ...]) -> None:
     check_copies(here, random.Random(source).sample(others(here), 6), sizes)
 
 
+def uneven_block(whole: torch.Tensor, place: Place, rank: int) -> torch.Tensor:
+    """Returns the shard of a rank as torch's DTensor cuts it: the last blocks may be shorter."""
+    mesh, names = place
+    for axis, mine in enumerate(names):
+        for ptype in mine:
+            size = -(-whole.size(axis) // mesh.size_of(ptype))
+            start = min(mesh.coordinate(rank, ptype) * size, whole.size(axis))
+            whole = whole.narrow(axis, start, min(size, whole.size(axis) - start))
+    return whole
+
+
+def check_uneven(source: Place, targets: list[Place], shape: tuple[int, ...]) -> None:
+    whole = torch.arange(float(math.prod(shape))).reshape(shape)
+
+    def body() -> list[torch.Tensor]:
+        rank = Communicator.instance().rank()
+        given = uneven_block(whole, source, rank if source[0].has(rank) else source[0].devices[0])
+        return list(copies(source, targets, shape).execute([given.contiguous()]))
+
+    with simulate(4) as world:
+        for rank, outs in enumerate(world.run(body)):
+            for target, out in zip(targets, outs, strict=True):
+                want = uneven_block(whole, target, rank) if target[0].has(rank) else torch.empty(0)
+                assert torch.equal(out, want), (source, target, rank)
+
+
+@pytest.mark.parametrize("shape", [(7, 10), (5, 9), (12, 7)])
+def test_uneven_shards(shape: tuple[int, ...]) -> None:
+    drawn = random.Random(11)
+    places = [place for place in PLACES if all(len(mine) < 2 for mine in place[1])]
+    for source in drawn.sample(places, 5):
+        others = [place for place in places if place[0] != source[0]]
+        check_uneven(source, drawn.sample(others, 3), shape)
+
+
+def test_shards_that_are_even_on_one_mesh_only() -> None:
+    pair: Place = (DeviceMesh([[0, 1], [2, 3]]), ((), (Y,)))
+    four: Place = (DeviceMesh([2, 0, 3, 1]), ((), (X,)))
+    check_uneven(pair, [four], (7, 10))  # 5 and 5 columns, then 3, 3, 3 and 1
+    check_uneven(four, [pair], (7, 10))
+
+
 def test_ops_follow_the_mesh_of_their_result() -> None:
     """Sums, products and elementwise ops read operands of another mesh."""
     a, b = (DeviceMesh([0, 1]), ((X,), ())), (DeviceMesh([3, 2]), ((), (X,)))
@@ -237,6 +279,19 @@ def test_copies_between_meshes_on_ranks(options: list[str]) -> None:
 
 
 # ------------------------------------------------------------------ which communications
+def test_a_sum_over_devices_is_made_before_it_leaves() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([*SHAPE], contiguity=True)
+        y = fd.ops.sum(x, [0])
+        for tv, place in ((x, (DeviceMesh([0, 1]), ((X,), ()))), (y, (DeviceMesh([2, 3]), ((),)))):
+            cut(tv, place)
+        fd.add_output(y)
+    started = build_for(fd.fusion, [torch.zeros(SHAPE)]).started()
+    (total,) = (op for op in started if isinstance(op, Communication))
+    assert (total.type, str(total.team)) == ("Allreduce", "(0 1)")
+    assert [op.buffer.ndim for op in started if isinstance(op, P2PCommunication)] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("target", "kinds"),
     [
