@@ -268,7 +268,7 @@ class Sharded(Builder):
             first = (ranks[0], ranks[2])
         else:
             first = tuple(ranks)
-        found = [first]
+        found: list[Ranks] = [first]
         if self.chance(0.2):
             found.append(self.second_mesh(ranks))
         return found
