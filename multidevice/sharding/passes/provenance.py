@@ -19,6 +19,7 @@ from fuser.ir.types import ParallelType
 from fuser.passes.view_ops import is_copy
 from multidevice.sharding.placement import axis_cuts
 from multidevice.sharding.propagation import Fact
+from multidevice.sharding.queries import is_summed_in_parts, partial_sum_axes
 
 
 def record_propagation(fusion: Fusion, facts: Mapping[TensorView, tuple[Fact, ...]]) -> None:
@@ -113,6 +114,7 @@ def record_reshardings(fusion: Fusion) -> None:
     for place, row in enumerate(fusion.origins):
         if row.what == "cut" and row.axis is None and row.source is not None:
             sums.setdefault((row.source, row.op), {})[place] = row
+    told = {o.tensor for o in fusion.origins if o.what == "cut" and o.axis is None}
     lookups = {(row.tensor, row.ptype): row for row in fusion.origins if row.how == "lookup"}
     rows: list[Origin] = []
     for op in fusion.exprs:
@@ -123,7 +125,7 @@ def record_reshardings(fusion: Fusion) -> None:
             rows += _parts_of_lookup(op, lookup)
         else:
             rows.append(_reason(fusion, op, known))
-            if op.reduction is not None and op.out.number not in known:
+            if op.reduction is not None and op.out.number not in told:
                 rows += _summed(op, sums)
     fusion.origins = (*fusion.origins, *rows)
 
@@ -201,12 +203,20 @@ def _placement(out: TensorView, how: How, source: int, op: TensorOp | None) -> O
 def _behind(op: TensorOp) -> TensorOp | None:
     """Returns the op that computes the operand of `op`, skipping `Reshard` ops between the two.
 
-    A `Reshard` op only changes how a tensor is divided over devices.
+    A `Reshard` op only changes how a tensor is divided over devices. Linear ops on partial sums are
+    skipped, too; the result is then the op that computes the first of the partial sums.
     """
     definition = op.inputs[0].definition()
-    while isinstance(definition, Reshard):
-        definition = definition.inp.definition()
+    while definition is not None and (isinstance(definition, Reshard) or _is_deferred(definition)):
+        ((_, operand), *_) = tensor_operands(definition)
+        definition = operand.definition()
     return definition
+
+
+def _is_deferred(op: TensorOp) -> bool:
+    """Returns whether `op` computes partial sums from others."""
+    out = op.out_tensor
+    return op.is_linear and bool(partial_sum_axes(out)) and not is_summed_in_parts(out)
 
 
 def _reader(op: TensorOp) -> TensorOp | None:

@@ -288,6 +288,27 @@ def test_a_sum_whose_bias_is_added_afterwards() -> None:
     ]
 
 
+def added() -> None:
+    x, w, other = tensor(-1, 6), tensor(8, 6), tensor(8, 6)
+    first = ops.linear(x, w)  # the first term
+    out(ops.relu(ops.add(first, ops.linear(x, other))))  # the addition
+    for tv in (x, w, other):
+        tv.set_device_mesh(MESH)
+        cut(tv, 1)
+        tv.axis(1).parallelize(X)  # cut of a term
+
+
+def test_a_sum_of_partial_sums_names_the_op_that_sums() -> None:
+    read = read_back(added, (4, 6), (8, 6), (8, 6))
+    (line,) = explain(read, "all")
+    assert line.startswith("Communication 0 (Allreduce of ")
+    assert (
+        f": because linear at {at('the first term')} sums over an axis that is cut by mesh_x "
+        f"(from T1 (forward through linear at {at('the first term')}), "
+        f"annotated by the user at {at('cut of a term')})"
+    ) in line
+
+
 def beside() -> None:
     x = tensor(6, -1)
     var, mean = ops.var_mean(ops.neg(x), [1], 0, False)  # statistics
