@@ -598,9 +598,9 @@ def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str
     side in one launch (horizontal fusion).
 
     Each CUDA block belongs to one of these kernels. From its own number, it computes to which
-    kernel it belongs, and the block index that it would have if only that kernel were launched. If
-    a launched block does the work of several blocks, the lines are in a loop. Also returns the
-    lines without this loop. `index_ctype` is the C type of indices.
+    kernel it belongs. It also computes the block index that it would have if only that kernel were
+    launched. If a launched block does the work of several blocks, the lines are in a loop. Also
+    returns the lines without this loop. `index_ctype` is the C type of indices.
     """
     writer = Writer()
     block = "blockIdx.x" if kernel.fold is None else "fold"

@@ -50,8 +50,8 @@ def alike_axes(op: TensorOp, operand_index: int, out: TensorView) -> tuple[AxisP
     """Returns the pairs (operand axis, result axis) that devices must split in the same way.
 
     The operand is `op.inputs[operand_index]`, and `out` is a result of `op`. The pairs are those of
-    `mapped_axes`. For some ops, there are also pairs of axes of different sizes whose blocks belong
-    together, such as the heads of queries and the fewer heads of keys in an attention.
+    `mapped_axes`. Some ops add pairs of axes of different sizes: in an attention, the heads of
+    queries and the fewer heads of keys are split together.
     """
     return _pairs(op, operand_index, out, op.alike_map(operand_index, out))
 

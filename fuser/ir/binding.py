@@ -334,9 +334,9 @@ class Binder:
         """Returns the hint that a rank passed a whole tensor instead of its shard, or "".
 
         `first` and `second` are axes of two inputs. Their global sizes `size` and `other` must be
-        equal, but are not. A global size is computed as the local size times the number of ranks,
-        so it is too large by this factor if a rank passes the whole tensor. The hint is "" if
-        neither size is too large by the factor.
+        equal, but are not. A global size is computed as the local size times the number of ranks.
+        If a rank passes the whole tensor, it is therefore too large by this factor. The hint is ""
+        if neither size is too large by the factor.
         """
         if not isinstance(first, _Axis) or not isinstance(second, _Axis):
             return ""
@@ -467,8 +467,8 @@ def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> 
 def structural_scalars(fusion: Fusion, tensors: Iterable[TensorView]) -> list[Scalar]:
     """Returns the scalars on which the shapes of `tensors` depend.
 
-    These are their sizes, their split factors, the numbers of elements that slices and pads add or
-    remove, and both sides of all equalities between the fusion's extents.
+    These are their sizes and split factors, and the numbers of elements that slices and pads add or
+    remove. Both sides of all equalities between the fusion's extents are also included.
     """
     related = (x for pair in fusion.equal_extents() for x in pair)
     return [*(x for tv in tensors for x in shape_scalars(tv)), *related]

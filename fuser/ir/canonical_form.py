@@ -218,9 +218,9 @@ def values_key(fusion: Fusion, tensors: Iterable[TensorView]) -> Key:
 def tensor_key(tv: TensorView) -> Key:
     """Returns a hashable key of a tensor, for comparisons of two programs.
 
-    The key has the tensor's number, dtype, kind of memory, mesh and axes, and the number of loops
-    that it shares with the ops that read it. It also says whether the user set the mesh, and
-    whether the tensor is a scalar on the CPU.
+    The key has the tensor's number, dtype, kind of memory, mesh and axes. It has the number of
+    loops that the tensor shares with the ops that read it. It also says whether the user set the
+    mesh, and whether the tensor is a scalar on the CPU.
     """
     return (
         tv.number,

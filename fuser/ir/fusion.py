@@ -468,11 +468,11 @@ class TensorView:
     ) -> None:
         """Declares the order of the tensor's axes in memory, outermost first.
 
-        The list may contain logical axes (those of the tensor's shape), loop axes (the axes after
-        all splits and merges), and intermediate results of these splits and merges. An empty list
-        means the order of the logical axes. `new_contiguity` is one flag for all axes, or one flag
-        per axis: True if there is no gap between neighbours along the axis, and None for a
-        broadcast or reduction axis.
+        The list may contain logical axes (those of the tensor's shape) and loop axes (the axes
+        after all splits and merges). It may also contain intermediate results of these splits and
+        merges. An empty list means the order of the logical axes. `new_contiguity` is one flag for
+        all axes, or one flag per axis: True if there is no gap between neighbours along the axis,
+        and None for a broadcast or reduction axis.
 
         Raises:
             DefinitionError: an axis belongs to another tensor, or the number of flags is wrong.
@@ -639,8 +639,8 @@ class TensorOp(Op):
         """Returns, per axis of `out`, the operand axis that devices must split in the same way.
 
         The entry is None if there is no such axis. By default, these are the corresponding axes
-        (`axis_map_to`). An override adds axes of different sizes whose parts belong together, such
-        as the heads of queries and the fewer heads of keys in an attention.
+        (`axis_map_to`). An override adds axes of different sizes: in an attention, the heads of
+        queries and the fewer heads of keys are split together.
         """
         return self.axis_map_to(operand_index, out)
 
@@ -709,8 +709,8 @@ class Declared:
 
     The statement stands in the program after the op that computes the tensor `after`, or before the
     first op if `after` is None. `by_output` is False if the user wrote the statement. It is True if
-    the statement follows from an update of an input in place, because the output and the input that
-    it updates have equal shapes.
+    the statement follows from an update of an input in place: an output has the shape of the input
+    that it updates.
     """
 
     after: TensorView | None
@@ -1470,8 +1470,8 @@ class Axis(Val):
 
         Raises:
             DefinitionError: the type is unroll, vectorize or group, and the extent is not a
-                constant. The error is also raised for `stream_y` and `stream_z`, which only the
-                compiler may set, and for devices and streams if the fusion has already run.
+                constant; or it is `stream_y` or `stream_z`, which only the compiler may set; or it
+                is a device or stream type, and the fusion has already run.
         """
         if parallel_type.is_stream and parallel_type is not ParallelType.stream:
             raise DefinitionError(

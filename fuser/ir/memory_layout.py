@@ -179,9 +179,8 @@ def _strides(
     """Returns the stride of every axis, by axis number.
 
     `order` has (axis, contiguity flag), outermost in memory first. If the flag is False, `gap`
-    returns the stride of the axis. `size` returns the size of an axis. An axis that memory does not
-    hold, such as a broadcast axis, gets the stride of the next inner axis, as in torch for extent
-    1.
+    returns the stride of the axis. `size` returns the size of an axis. Memory does not hold a
+    broadcast or reduction axis. Such an axis gets the stride that torch gives an axis of size 1.
     """
     strides: dict[int, Scalar] = {}
     step: Scalar = sc.ONE

@@ -162,9 +162,8 @@ def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
     `[i, i{d}, r{K/d}]` and tv is `[i, r{d}]`; i are iteration axes, r reduction axes. A schedule
     uses this so that threads compute partial results in parallel, which are combined afterwards.
 
-    If the reduced axes are results of splits or merges, the new tensor also stores copies of the
-    axes that were split or merged (as root axes). The new tensor has the mesh of `tv` and no
-    parallel types.
+    If the reduced axes are results of splits or merges, the new tensor also stores copies of their
+    source axes (as root axes). The new tensor has the mesh of `tv` and no parallel types.
 
     Raises:
         DefinitionError: `tv` is not a reduction, or `axes` are not some (but not all) of its

@@ -82,8 +82,8 @@ def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorV
     The compiler does not change this placement.
 
     The call is equivalent to `set_device_mesh`, and `outer_split` and `parallelize` for each
-    `Shard`. The axes that number the devices are moved after the other loop axes, so that
-    `tv.axis(k)` is still axis k, now with the size of one part.
+    `Shard`. The axes that number the devices are moved after the other loop axes. `tv.axis(k)` is
+    therefore still axis k, now with the size of one device's block.
 
     Raises:
         ShardingError: the numbers of placements and mesh dimensions differ, an axis does not exist,

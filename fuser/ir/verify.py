@@ -16,8 +16,8 @@ def verify_fusion(fusion: Fusion, *, after: str = "") -> None:
     - Contiguity has one flag per axis in memory order. The flag is None exactly for broadcast and
       reduction axes.
     - Loop axes, and axes in memory order, are derived from the axes that users see.
-    - A tensor has at most one axis for each mesh dimension, and for each stream type (`stream`,
-      `stream_y`, `stream_z`), which says that iterations run on CUDA streams.
+    - A tensor has at most one axis for each mesh dimension, and for each stream type: `stream`,
+      `stream_y` and `stream_z`. The iterations of an axis with such a type run on CUDA streams.
 
     Raises:
         VerifyError: a rule is broken. `after` is the name of the pass that has made the fusion, or

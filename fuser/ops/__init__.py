@@ -20,7 +20,7 @@ Files, in reading order:
 - `attention`: scaled dot product attention.
 - `quantize`, `scans`: blocks with scales; cumulative ops, sorts and top k.
 
-A call checks its arguments, adds one or more nodes to the definition that is being written, and
+A call checks its arguments and adds one or more nodes to the definition that is being written. It
 returns the tensors (`TensorView`) or scalars that these nodes define. Nothing is computed before
 the definition runs. `help(fd.ops.NAME)` shows an op's arguments, shape rule and dtype rule.
 """
@@ -49,8 +49,9 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 def _hint(name: str) -> str:
-    """Returns the text that tells the user which op to write instead of `name`, which is not the
-    name of an op.
+    """Returns the part of an error message that says which op the user may have meant by `name`.
+
+    `name` is not the name of an op.
 
     Capitals and underscores are ignored in the search for similar names, because users also write
     the names of torch's modules: `RMSNorm` for `rms_norm`, `LeakyReLU` for `leaky_relu`.

@@ -229,7 +229,7 @@ def compute_tensor_descriptor(
 ) -> tuple[list[bool | None], list[int]]:
     """Returns (contiguity flags, stride order) of a tensor with these sizes and strides.
 
-    A flag is True if there is no gap in memory between an axis and the next inner axis, and None
+    A flag is True if there is no gap in memory between an axis and the next inner axis. It is None
     for an axis of size 1 or stride 0. The flags are in memory order: axes sorted by decreasing
     stride. An axis with stride 0 (one element, repeated) keeps the position that it has in `sizes`.
     The stride order has, per axis of `sizes`, its position in the order of strides, 0 for the

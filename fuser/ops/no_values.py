@@ -128,8 +128,8 @@ def _torch_function(
     """Raises `ArgumentError`, which names the op to use instead of the torch function `function`.
 
     Torch calls this method (`__torch_function__`) if an argument of a torch function is a tensor or
-    scalar of a definition, also for an operator, such as `t + x` with a torch tensor t. After an
-    error of this method for an operator, the method of the other operand (`x.__radd__`) is tried.
+    scalar of a definition. Torch also calls it for an operator, such as `t + x` with a torch tensor
+    t. After its error, Python tries the method of the other operand, `x.__radd__`.
     """
     del cls, types
     name = getattr(function, "__name__", str(function))

@@ -187,7 +187,7 @@ def _equality(op: str) -> Callable[[TensorView, object], Any]:
 
 # ------------------------------------------------------------------ slices
 def _item(self: TensorView, key: object) -> TensorView:
-    """Adds the ops that select the part `x[key]` of the tensor `x`, and returns the part.
+    """Adds the ops that compute `x[key]`, a part of the tensor `x`, and returns their result.
 
     `key` has one item per axis: a slice of step 1, or an index, which removes the axis. `...`
     stands for omitted axes, and None adds an axis of size 1.
@@ -252,10 +252,10 @@ def _chosen_by(item: object) -> str:
 def _bounds(
     tv: TensorView, key: object, item: Any, size: Scalar
 ) -> tuple[Scalar | int, Scalar | int]:
-    """Returns the part (start, end) of an axis that `item`, one item of `x[key]`, selects. Returns
-    (0, `size`) if `item` is no slice.
+    """Returns the range (start, end) of positions that `item` selects along an axis.
 
-    `key` is the whole key, for errors. `size` is the size of the axis.
+    `item` is the entry of `key` for this axis, in `x[key]`. If it is no slice, returns (0, `size`),
+    where `size` is the size of the axis. `key` is used for errors.
     """
     if not isinstance(item, slice):
         return 0, size

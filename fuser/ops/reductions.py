@@ -3,8 +3,9 @@
 Inside the graph, the result keeps the reduced axes, as reduction axes, at their positions. Users do
 not see them. Two kinds of axes are not reduced by a kernel:
 
-- A broadcast axis is squeezed instead. For an expanded axis (one element, repeated), the result of
-  sum is multiplied by the size, and the result of prod is raised to the power of the size.
+- A broadcast axis is squeezed instead. If such an axis is expanded (one element, repeated), the
+  result of sum is then multiplied by its size. The result of prod is raised to the power of its
+  size.
 - If an axis has the constant size 0, the result is filled with the neutral value of the reduction,
   such as 0 for a sum.
 """

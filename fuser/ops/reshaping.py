@@ -110,10 +110,10 @@ def _walk(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int, int]
 
 
 def _takes_input(have: Scalar, want: Scalar) -> bool | None:
-    """Returns whether a group of axes of a reshape must be extended by an input axis (True) or by
-    an output axis (False), because its products of sizes differ.
+    """Returns whether a group of axes of a reshape must be extended by an input axis.
 
-    `have` is the product of the input sizes, and `want` the product of the output sizes. Returns
+    `have` is the product of the group's input sizes, and `want` the product of its output sizes. If
+    they differ, the group is extended by an input axis (True) or by an output axis (False). Returns
     None if the symbolic sizes do not decide this.
     """
     x, y = sc.int_value(have), sc.int_value(want)
@@ -403,7 +403,9 @@ def _undecided(tv: TensorView, outs: Sequence[Scalar]) -> TensorView:
 
 def undecided_domain(fusion: Fusion, tv: TensorView, sizes: Sequence[Scalar]) -> TensorDomain:
     """Returns the axes of the result of a reshape of `tv` to `sizes`, without any merges and
-    splits, because only the sizes of the program's inputs can decide these.
+    splits.
+
+    Only the sizes of the program's inputs can decide which axes are merged and split.
     """
     root = tuple(fusion.clone_axis(a) for a in axes_of(tv))
     logical = tuple(fusion.new_axis(s, _undecided_kind(s), rfactor=True) for s in sizes)

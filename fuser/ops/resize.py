@@ -288,7 +288,7 @@ def cat(tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = Fals
     """Concatenates tensors along axis `dim`.
 
     Inside the graph, each tensor is first padded to the size of the result, so that all operands
-    have equal loops in a kernel, and then the padded tensors are joined.
+    have equal loops in a kernel. The op `cat` then selects, for each position, the tensor to read.
 
     - With `manual_padding`, each tensor is already the result of such a pad.
     - A single tensor is copied. Tensors of constant size 0 along `dim` are dropped.

@@ -309,8 +309,8 @@ class IndexRules(Rules[Scalar]):
     def unmerge(self, t: MergeTransform, out: Scalar) -> tuple[Scalar, Scalar]:
         """Returns the indices of the merged axes: (index / inner size, index % inner size).
 
-        If a broadcast axis was merged with another axis in a loop, the loop runs only over the
-        other axis, and the index of the broadcast axis is 0.
+        The exception is a loop for which a broadcast axis was merged with another axis. The loop
+        runs only over the other axis, and the index of the broadcast axis is 0.
         """
         if self._only_concrete(t):
             is_inner = self._axes[t.outer].is_broadcast
@@ -320,8 +320,8 @@ class IndexRules(Rules[Scalar]):
     def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar:
         """Returns the index of the merged axis: outer index * inner size + inner index.
 
-        If a broadcast axis is merged with another axis in a loop, the loop runs only over the other
-        axis, and the result is the index of that axis.
+        The exception is a loop for which a broadcast axis is merged with another axis. The loop
+        runs only over the other axis, and the result is the index of that axis.
         """
         if self._only_concrete(t):
             return inner if self._axes[t.outer].is_broadcast else outer
@@ -367,10 +367,9 @@ class IndexRules(Rules[Scalar]):
     def _begin(self, t: Shift, row: Scalar) -> Scalar:
         """Returns the number of positions by which a `Shift` moves the row with index `row`.
 
-        This is begin % width, where begin = row * (length of a row) is the position of the row's
-        first element in memory, and width is the vector width. The result is written as begin -
-        width * (begin // width). An address is begin + shifted index - result. In this form, begin
-        cancels there.
+        This is begin % width, where width is the vector width. begin = row * (length of a row) is
+        the position of the row's first element in memory. The result is written as begin - width *
+        (begin // width). An address is begin + shifted index - result, so begin cancels there.
         """
         begin = sc.mul(row, self._axes[t.inp].size)
         return sc.sub(begin, sc.mul(t.width, sc.floordiv(begin, t.width)))

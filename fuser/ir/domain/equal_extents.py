@@ -65,10 +65,10 @@ class ExtentClasses:
     def _join(self, a: Scalar, b: Scalar, reason: str) -> None:
         """Stores that `a` and `b` are equal. If `b` is a symbol, `a` replaces it from now on.
 
-        If only `a` is a symbol, `b` replaces it. If neither is a symbol, or `b` contains the symbol
-        `a`, an extent is replaced only if it is exactly one of the two, and not inside a larger
-        expression. The caller ensures that `a` and `b` are results of `canonical`. `reason`
-        describes who requires the equality.
+        If only `a` is a symbol, `b` replaces it, unless `b` contains `a`. In all other cases, `a`
+        replaces `b` only where `b` is a whole extent, and not inside a larger expression. The
+        caller ensures that `a` and `b` are results of `canonical`. `reason` describes who requires
+        the equality.
         """
         if self._is_shared:
             self._classes, self._whole = dict(self._classes), dict(self._whole)

@@ -829,8 +829,8 @@ def domain_problem(domain: TensorDomain) -> str | None:
     - Each axis in memory has a correct contiguity flag.
     - Each axis is derived by exactly one transform.
     - No two loop axes are split over the same mesh dimension.
-    - No two loop axes have the same stream type (`stream`, `stream_y`, `stream_z`), which says that
-      the iterations of the axis run on CUDA streams.
+    - No two loop axes have the same stream type: `stream`, `stream_y` or `stream_z`. The iterations
+      of an axis with such a type run on CUDA streams.
     """
     axes = domain.maybe_allocation
     if len(domain.contiguity) != len(axes):
@@ -860,8 +860,9 @@ def derivation_problem(domain: TensorDomain) -> str | None:
     """Returns an error text for an axis that no transform derives, or that two derive, else None.
 
     Transforms must derive the logical axes (those that users see) from the root axes (those that
-    the op itself computes), and the loop and allocation axes from the logical axes. The exception
-    is a reshape whose transforms are not decided yet: its logical axes need no transform.
+    the op itself computes). They must derive the loop and allocation axes from the logical axes.
+    The exception is a reshape whose transforms are not decided yet: its logical axes need no
+    transform.
     """
     roots = domain.root_numbers or domain.logical_numbers
     if domain.is_undecided and all(a.rfactor for a in domain.logical):

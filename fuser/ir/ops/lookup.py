@@ -3,7 +3,7 @@
 The *looked-up axis* is the axis of the table along which the index selects positions. The values of
 an index are known only inside kernels, and any element of a result may need any position of that
 axis. Therefore these ops need the whole looked-up axis. Where devices split it, the sharding passes
-replace the op: each device looks up in its own part, and the results are added.
+replace the op: each device looks up in its shard of the table, and the results are added.
 
 Indices in tensors begin at 0 and are never negative. In a kernel, an index outside of the axis
 yields NaN, or 0 for a dtype without NaN. No memory is read in this case.

@@ -78,8 +78,8 @@ def fusion_text(fusion: Fusion) -> str:
 def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[Op]) -> str:
     """Returns the sections after the ops of a program's text, with all that the ops do not show.
 
-    The sections have updates of inputs, equal extents, dtypes of symbols whose names do not imply
-    the dtype, all axes of every tensor, and the reasons of shardings.
+    The sections have updates of inputs, equal extents, all axes of every tensor, and the reasons of
+    shardings. They also have the dtypes of those symbols whose names do not imply the dtype.
     """
     parts = {
         "Aliases": [
