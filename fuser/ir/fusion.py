@@ -193,10 +193,10 @@ class TensorView:
     shape = _ShapeAttribute()
 
     def has_root(self) -> bool:
-        """Returns whether the op computes other axes than those that users see.
+        """Returns whether the op computes other axes than those that users see (root axes).
 
-        Such axes are called root axes. For example, a reshape computes the axes of its operand, and
-        then splits and merges them.
+        An example is a reshape: it computes the axes of its operand, and then splits and merges
+        them.
         """
         return bool(self.domain.root)
 

@@ -392,10 +392,11 @@ def join_axes(
     - An iteration axis is preferred to a broadcast axis, and a constant extent to a symbolic
       extent. Among symbolic extents, the first is used.
     - Extents that must be equal are recorded as equal in the fusion.
-    - A `?` axis is not known to be a broadcast or not, and may get size 1. Its extent is therefore
+    - A `?` axis is undecided: it may turn out to be a broadcast of size 1. Its extent is therefore
       not recorded as equal to others.
 
-    Raises `DefinitionError`, which names both tensors, if two constant extents differ.
+    Raises `DefinitionError`, which names both tensors, if two constant extents differ. `what` names
+    the op for the message.
     """
     concrete = [(tv, a) for tv, a in pairs if a.kind is not IterType.broadcast]
     if not concrete:
@@ -462,7 +463,7 @@ def _join_sizes(
 def same_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
     """Records that two sizes are equal because of the op that is being added.
 
-    Raises `DefinitionError` for two different constants. `what` names op and tensors.
+    Raises `DefinitionError` for two different constants. `what` names op and tensors for errors.
     """
     if _may_match(fusion, a, b, what):
         fusion.unify_extents(a, b, f"{what} at {user_line()}")

@@ -484,8 +484,8 @@ def broadcast_in_dim(
 def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
     """Expands broadcast axes to the sizes in `shape`.
 
-    - A size of -1 keeps an axis. If `shape` has more sizes than `arg` has axes, new first axes are
-      added.
+    - A size of -1 keeps an axis. If `shape` has more sizes than `arg` has axes, new axes are added
+      before the first axis.
     - An expanded axis has one element in memory, with stride 0.
     - Any other axis keeps its size, which must equal the size in `shape`. If one of the two sizes
       is symbolic, the two are compared when the program gets its inputs.

@@ -108,7 +108,7 @@ def cumprod(arg: TensorView, dim: int, init: ScalarLike | None = None) -> Tensor
 def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
     """Computes, at each position i along axis `dim`, the maximum of the elements 0 to i and `init`.
 
-    NaN is larger than all numbers here.
+    NaN counts as larger than all numbers.
 
     Raises:
         DefinitionError: there is no axis `dim`.
@@ -120,7 +120,7 @@ def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorV
 def cummin(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
     """Computes, at each position i along axis `dim`, the minimum of the elements 0 to i and `init`.
 
-    NaN is smaller than all numbers here.
+    NaN counts as smaller than all numbers.
 
     Raises:
         DefinitionError: there is no axis `dim`.
@@ -176,7 +176,7 @@ def argsort(
     """Returns the indices (Int) that sort the elements along axis `dim`.
 
     With `descending`, the largest element is first. With `stable`, equal elements keep their order.
-    NaN is larger than all numbers here.
+    NaN counts as larger than all numbers.
 
     Raises:
         DefinitionError: there is no axis `dim`.
@@ -200,7 +200,7 @@ def topk(
 
     - If `largest` is False, the `k` smallest elements are selected.
     - The results are always in order, also without `sorted`.
-    - NaN is larger than all numbers here.
+    - NaN counts as larger than all numbers.
     - Of equal elements, any may be selected.
 
     Raises:

@@ -116,9 +116,10 @@ def path(
 
 
 def path_up(domain: TensorDomain, axis: IterDomain, targets: Container[int]) -> Iterator[PathStep]:
-    """Yields the steps that undo the transforms from which `axis` is derived, back to `targets`.
+    """Yields the steps that lead from `axis` back to the axes `targets`, from which it is derived.
 
-    `targets` has axis numbers. This is the part of `path` that leads to the sources of one axis.
+    Each step undoes a transform. `targets` has axis numbers. `path` finds such steps for several
+    axes, and steps in the other direction, too.
     """
     numbers = [axis.number]
     for t in reversed(domain.transforms):

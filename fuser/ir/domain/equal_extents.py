@@ -4,9 +4,9 @@ An op such as an addition requires that its operands have equal extents. If one 
 is a symbol, such as `i0`, the other extent replaces it everywhere. If both are symbols, the symbol
 with the higher number is replaced. The replacement is called the representative.
 
-In some equalities, no symbol can be replaced: `2*i0 = 3*i1`, `i0 = min(4, i0)`. The right side then
-replaces the left side only if an extent is exactly this expression, and not inside a larger
-expression. Every equality is also a condition on the inputs, which `fuser.ir.binding` checks.
+In some equalities, no symbol can be replaced: `2*i0 = 3*i1`, `i0 = min(4, i0)`. One side then
+replaces the other side only where that is a whole extent, and not inside a larger expression.
+Every equality is also a condition on the inputs, which `fuser.ir.binding` checks.
 """
 
 from __future__ import annotations
