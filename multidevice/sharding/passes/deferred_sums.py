@@ -45,9 +45,9 @@ def defer_sums(fusion: Fusion) -> None:
         deferral = _Deferral(fusion, excluded)
         deferral.drop_costly()
         refused = deferral.rewrite()
-        if refused is None:
+        if not refused:
             return
-        excluded.add(refused)
+        excluded |= refused
 
 
 class _Deferral:
@@ -149,18 +149,24 @@ class _Deferral:
             count += cost.communications
         return sent, count
 
-    def rewrite(self) -> TensorOp | None:
-        """Rewrites the fusion. If the parts of an op's operands are divided in different ways,
-        changes nothing and returns the op.
+    def rewrite(self) -> set[TensorOp]:
+        """Rewrites the fusion. Changes nothing if the parts of some op's operands are divided in
+        different ways; then returns all such ops.
         """
         parts = {tv: op.inp for tv, op in self._sums.items()}
         made: dict[TensorOp, TensorOp] = {}
+        refused: set[TensorOp] = set()
         for op in self._ops:
+            if not all(tv in parts for _, tv in tensor_operands(op)):
+                continue
             computed = _on_parts(op, parts, self._types[op.out_tensor])
             if is_resharding(computed):
-                return op
-            parts[op.out_tensor] = computed.out_tensor
-            made[op] = computed
+                refused.add(op)
+            else:
+                parts[op.out_tensor] = computed.out_tensor
+                made[op] = computed
+        if refused:
+            return refused
         ops: list[TensorOp] = []
         for op in self._fusion.exprs:
             out = op.out_tensor
@@ -175,7 +181,7 @@ class _Deferral:
                 ops.append(total.replace(where=op.where))
         if made:
             self._fusion.exprs = ops
-        return None
+        return set()
 
 
 def _is_over_devices(op: ReductionOp) -> bool:
