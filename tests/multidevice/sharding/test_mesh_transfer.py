@@ -7,16 +7,19 @@ import math
 import random
 from collections import Counter
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 
-from fuser import FusionDefinition, ParallelType
+from fuser import FusionDefinition, ParallelType, Replicate, Shard
+from fuser import shard as annotate
+from fuser.ir.dtypes import from_torch
 from fuser.ir.fusion import TensorView
 from hostir import Communication, P2PCommunication
 from hostir.ir.parser import parse
 from hostir.tools.run_text import run_simulated
-from multidevice import Communicator, DeviceMesh, simulate
+from multidevice import Communicator, DeviceMesh, shard_tensor, simulate
 from multidevice.sharding.mesh_transfer import Delivery, MeshTransfer, transfer_between
 from multidevice.sharding.placement import Cut, Placement
 from multidevice.sharding.redistribution import plan_arrival
@@ -260,6 +263,53 @@ def test_ops_follow_the_mesh_of_their_result() -> None:
         if rank in (2, 3):
             assert torch.equal(outs[0], shard(product, b, rank))
             assert torch.equal(outs[1], sums)
+
+
+GRID = DeviceMesh([[[0], [1]], [[2], [3]]])
+PAIR, LATER = DeviceMesh([0, 1]), DeviceMesh([2, 3])
+ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
+
+
+@pytest.mark.parametrize(
+    ("value", "source", "target"),
+    [
+        (torch.tensor(3.0), (DeviceMesh([0]), [WHOLE]), (DeviceMesh([1, 2, 3]), [WHOLE])),
+        (torch.zeros(0, 8), (PAIR, [ROWS]), (LATER, [COLUMNS])),
+        (torch.arange(32).reshape(8, 4).bfloat16(), (PAIR, [ROWS]), (LATER, [COLUMNS])),
+        (torch.arange(32).reshape(8, 4) % 3 == 0, (PAIR, [ROWS]), (LATER, [COLUMNS])),
+        (torch.arange(32).reshape(8, 4) * (1 + 2j), (PAIR, [ROWS]), (LATER, [WHOLE])),
+        (torch.arange(32.0).reshape(4, 8).T, (PAIR, [COLUMNS]), (LATER, [ROWS])),
+        (
+            torch.arange(192.0).reshape(8, 4, 6),
+            (GRID, [ROWS, COLUMNS, WHOLE]),
+            (DeviceMesh([3, 2, 1, 0]), [ROWS]),
+        ),
+    ],
+)
+def test_tensors_of_any_dtype_order_and_number_of_axes_return(
+    value: torch.Tensor, source: tuple[DeviceMesh, list[Any]], target: tuple[DeviceMesh, list[Any]]
+) -> None:
+    def body() -> None:
+        rank = Communicator.instance().rank()
+        is_transposed = value.ndim == 2 and value.stride(0) == 1
+        order = [0, 1] if is_transposed else [*reversed(range(value.ndim))]
+        with FusionDefinition() as fd:
+            shape, dtype = [*value.shape], from_torch(value.dtype)
+            x = fd.define_tensor(shape, contiguity=True, dtype=dtype, stride_order=order)
+            annotate(x, *source)
+            y = fd.ops.set(x)
+            annotate(y, *target)
+            z = fd.ops.set(y)
+            annotate(z, *source)
+            fd.add_output(y)
+            fd.add_output(z)
+        outs = fd.execute([shard_tensor(value, x)])
+        for mesh, tv, out in ((target[0], y, outs[0]), (source[0], z, outs[1])):
+            want = shard_tensor(value, tv) if mesh.has(rank) else torch.empty(0, dtype=value.dtype)
+            assert torch.equal(out, want), rank
+
+    with simulate(4) as world:
+        world.run(body)
 
 
 @pytest.mark.mpi(min_size=4)
