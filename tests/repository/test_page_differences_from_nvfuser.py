@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fuser
+import hostir
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice
 from fuser.support import options
 from fuser.support.errors import INSTEAD_OF_NVFUSER
@@ -175,6 +176,17 @@ def warns_of_gradients() -> bool:
     return not out.requires_grad and any("requires grad" in str(w.message) for w in told)
 
 
+def is_one_group_of_transfers() -> bool:
+    with FusionDefinition() as fd:
+        old = multidevice.DeviceMesh([0, 1])
+        x = fd.define_tensor([4, 8], contiguity=True, mesh=old, placements=[fuser.Shard(0)])
+        y = fd.ops.set(x)
+        fuser.shard(y, multidevice.DeviceMesh([[2], [3]]), [fuser.Replicate(), fuser.Replicate()])
+        fd.add_output(y)
+    text = str(hostir.program_for(fd, rank=2).program)
+    return text.count("StartCoalescing") == 1 and "type=send" in text
+
+
 def copies_what_is_set() -> bool:
     x = torch.ones(2, 8)
     with FusionDefinition() as fd:
@@ -283,6 +295,7 @@ DIFFERENCES: dict[str, Callable[[], object]] = {
     "equal fusions": lambda: (
         written().fusion == written().fusion and hash(written().fusion) == hash(written().fusion)
     ),
+    "a copy to another mesh": is_one_group_of_transfers,
     "equal meshes": lambda: multidevice.DeviceMesh([0, 1]) == multidevice.DeviceMesh([0, 1]),
     "`repr(fd)`": lambda: "set_device_mesh" in repr(sharded(first=True)),
     "order of ops in `repr(fd)`": keeps_the_order_of_ops,
