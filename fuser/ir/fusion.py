@@ -1637,7 +1637,7 @@ class Sizes(Values[Scalar]):
     def __contains__(self, value: object) -> bool:
         found = [_is_same(a, value) for a in self]
         if None in found and True not in found:
-            raise _unknown(self, f"contains {show(value)}")
+            raise _unknown(self, f"contains the size {show(value)}")
         return True in found
 
     def count(self, value: Any) -> int:

@@ -661,7 +661,9 @@ def describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:
         InputError: there are no tensors.
     """
     if not tensors:
-        raise InputError("a kernel without tensors has no device: it needs an input or output")
+        raise InputError(
+            "a kernel without tensors has no device to run on: give it a tensor as input or output"
+        )
     return describe_device(tensors[0].device)
 
 

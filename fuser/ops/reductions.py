@@ -50,7 +50,7 @@ from fuser.ops.elementwise import apply_pointwise, copy_tensor
 from fuser.ops.factories import full_tensor
 from fuser.ops.reduction_table import REDUCTIONS
 from fuser.ops.reshaping import squeeze_axes
-from fuser.support.errors import ArgumentError, DtypeError, counted
+from fuser.support.errors import ArgumentError, DtypeError, counted, user_line
 
 
 def sum(
@@ -355,7 +355,8 @@ def var_mean(
         return _complex_var_mean(tv, dims, correction, keepdim)
     if tv.dtype() in HALF_LIKE:
         raise DtypeError(
-            f"variance_mean is not supported for {dtype_text(tv.dtype())} please upcast to float"
+            f"variance_mean is not supported for {dtype_text(tv.dtype())} please upcast to float: "
+            f"cast {tv} with fd.ops.cast (at {user_line()})"
         )
     axes, scale = _variance_scale("var_mean", tv, dims, correction)
     mean, deviation, _ = welford(tv, sorted(axes))

@@ -575,7 +575,11 @@ def squeeze(arg: TensorView, dims: Sequence[int], squeeze_expanded: bool = False
                 "squeeze", f"Can not squeeze non-broadcasting dimension(s). Axis {axes[d]} of {tv}"
             )
         if axes[d].expanded is not None and not squeeze_expanded:
-            raise fail("squeeze", f"Refusing to squeeze expanded IterDomain {axes[d]} of {tv}")
+            raise fail(
+                "squeeze",
+                f"Refusing to squeeze expanded IterDomain {axes[d]} of {tv}: pass "
+                "squeeze_expanded=True, and the result has one of its equal elements",
+            )
     return squeeze_axes(tv, gone)
 
 

@@ -164,7 +164,8 @@ def _first(name: str, arg: TensorView, init: ScalarLike) -> Scalar:
     if category(init.dtype) != category(arg.dtype()):
         raise DtypeError(
             f"{name}: init must be of the same category (Bool, integer, floating or complex) as "
-            f"{arg}, but {init} is {dtype_text(init.dtype)} (at {user_line()})"
+            f"{arg}, whose dtype is {dtype_text(arg.dtype())}, but {init} is "
+            f"{dtype_text(init.dtype)}: cast init with fd.ops.cast (at {user_line()})"
         )
     return literal(init.value, arg.dtype(), name) if isinstance(init, Const) else init
 

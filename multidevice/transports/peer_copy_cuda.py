@@ -468,7 +468,8 @@ class CudaPeerBackend(PeerBackend):
                 peers = team_text(sorted({sent.peer for sent in capture.open}))
                 raise CommunicationError(
                     f"this run cannot be captured as a CUDA graph, because no stream waits for its "
-                    f"sends to ranks {peers}: wait for each send"
+                    f"sends to ranks {peers}: add a Wait for each of these sends to the program, "
+                    "or run it without CUDA graphs"
                 )
         finally:
             self._capture = None
