@@ -1,7 +1,8 @@
 """Transfers between two meshes: which rank sends which part of a tensor to which other rank.
 
 A tensor is stored on one mesh and is needed on another one. The meshes may have the same ranks in
-another order, share some ranks, or share none. One communication moves the tensor:
+another order, share some ranks, or share none. One communication moves the tensor. In the examples,
+DIDx(M) is an axis M that is divided over the mesh, and {0 1} is a mesh of the ranks 0 and 1:
 
     x [DIDx(M), N] on {0 1}  ->  y [DIDx(M), N] on {2 3}    0 sends to 2, 1 sends to 3
     x [DIDx(M), N] on {0 1}  ->  y [M, N] on {2}            0 and 1 send their blocks to 2
@@ -35,8 +36,11 @@ Piece = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Delivery:
-    """One piece that one rank needs: rank `source` has it as its piece `sent`, and rank `target`
-    stores it as its piece `received`.
+    """One piece of a tensor that one rank needs, and a rank from which it gets the piece.
+
+    - `source`, `sent`: the rank that has the piece, and the index of the piece there: its position
+      among the rank's pieces, along each axis.
+    - `target`, `received`: the rank that needs the piece, and its index there.
 
     `source` and `target` are equal if the rank has the piece already.
     """
@@ -54,11 +58,12 @@ class Delivery:
 
 @dataclass(frozen=True)
 class MeshTransfer:
-    """The deliveries that bring a tensor from one mesh to another.
+    """The deliveries that bring a tensor from one mesh to another. Each axis of the tensor is
+    divided into pieces.
 
     - `pieces`: for each axis, the number of pieces of the whole tensor.
-    - `held`, `needed`: for each axis, the number of pieces that one rank has of it, on the mesh
-      from which and on the mesh to which the tensor moves.
+    - `held`: for each axis, the number of its pieces that one rank of the old mesh has.
+    - `needed`: for each axis, the number of its pieces that one rank of the new mesh needs.
     - `deliveries`: ordered by the piece that is received, then by the rank that receives it, in the
       order of its mesh.
     """
@@ -83,8 +88,9 @@ class MeshTransfer:
     def teams(self) -> tuple[tuple[int, ...], ...]:
         """The teams of a broadcast that makes all deliveries; the first member of a team sends.
 
-        Empty if no broadcast does, because pieces are parts of blocks, because a rank sends to only
-        one other, or because ranks send to different numbers of ranks or in a chain.
+        Empty unless a broadcast can make them. This requires four things: ranks send whole blocks,
+        not parts of blocks; each sending rank sends to the same number of others, at least two; no
+        rank is in two teams; and every rank of a delivery is in a team.
         """
         receivers: defaultdict[int, list[int]] = defaultdict(list)
         for d in self.deliveries:
@@ -160,10 +166,11 @@ def _blocks(mesh: DeviceMesh, placement: Placement, copied: Collection[int]) -> 
 
 
 def sends_by_rank(transfer: MeshTransfer) -> Iterator[dict[int, Delivery]]:
-    """Yields for each rank its first delivery to another rank, then its second one, and so on.
+    """Yields the deliveries in rounds: the first delivery of each rank to another rank, then the
+    second one of each rank, and so on.
 
-    Each result maps sending ranks to deliveries. The deliveries from one rank to another are in the
-    order in which the other rank receives them.
+    A round is a dict from the sending rank to its delivery. The deliveries from one rank to another
+    are in the order in which the other rank receives them.
     """
     queues: defaultdict[int, list[Delivery]] = defaultdict(list)
     for d in transfer.deliveries:

@@ -242,8 +242,8 @@ def keep_cuts(before: TensorDomain, after: TensorDomain) -> TensorDomain:
 
 
 def _known_cuts(domain: TensorDomain) -> dict[DeviceMesh | None, Mapping[int, Cuts]]:
-    """Returns the cuts of a tensor with this domain and without streams, as known so far, per
-    mesh.
+    """Returns the cached cuts of a tensor with the axes `domain` and without streams. The keys are
+    meshes, because the number of blocks depends on the mesh.
     """
     return domain.known.setdefault("cuts", {})
 
@@ -460,8 +460,8 @@ def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
     """Removes the mesh dimension or stream type from each axis that `drop` accepts. Such an axis is
     then no longer divided.
 
-    Splits that no longer have a use are removed, too: splits of which both results are serial loop
-    axes, and neither result is in the allocation domain, which describes the memory layout.
+    Splits that have become useless are removed, too. A split is useless if both of its results are
+    serial loop axes and neither is in the allocation domain, which describes the memory layout.
     """
     dropped = [a.having(ptype=ParallelType.serial) for a in spread_axes(tv) if drop(a)]
     domain = tv.domain.with_axes(*dropped) if dropped else tv.domain
@@ -535,13 +535,14 @@ def _is_unit(axis: IterDomain) -> bool:
 
 
 class _Outermost(Rules[bool]):
-    """Rules that mark, from a given axis on, every axis that has the same blocks as the given axis.
+    """Rules for a walk over splits and merges, which find the axes that have the same blocks as a
+    given axis.
 
-    Blocks come from a division of the axis into n equal parts. The outer result of a split has the
+    Blocks come from a division of an axis into n equal parts. The outer result of a split has the
     same blocks as the split axis, and a merged axis has the same blocks as its outer operand. The
-    walk over splits and merges therefore follows outer axes only. If the outer axis has extent 1,
-    the inner one takes its place. From the results of a split back to the split axis, the same
-    holds for an outer result that devices or loop steps share.
+    walk therefore follows outer axes only, or the inner axis if the outer one has extent 1. It
+    follows a split in the other direction, too: from the outer result to the split axis. If devices
+    or loop steps share the outer result, it also goes from the inner result to the split axis.
     """
 
     needs_all = False

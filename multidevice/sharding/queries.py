@@ -132,7 +132,8 @@ class Sharding:
 
     - `axes`: maps each mesh dimension or stream type to the position of the axis that it divides.
     - `cuts`: for each axis, its divisions into blocks (`Cut`), outermost first.
-    - `uneven`: maps the position of each axis that devices divide into unequal blocks to these.
+    - `uneven`: has the axes that devices divide into blocks of unequal sizes: from the position of
+      the axis to the description of its blocks.
 
     Reduction axes are not counted.
     """
@@ -169,9 +170,10 @@ def partial_sum_axes(tv: TensorView) -> tuple[int, ...]:
     step.
 
     If a reduced axis is divided over devices or over the steps of a stream loop, each of them first
-    computes a partial sum. For example, in `[M, N, iDIDx{d}rf, r{K/d}]` the axis at position 2 has
-    one element per device. Its local shape is [M, N, 1]. Tensors computed from partial sums may
-    have such an axis, too.
+    computes a partial sum. For example, `[M, N, iDIDx{d}rf, r{K/d}]` is the partial sum over an
+    axis of K elements, of which each of d devices has K/d. The axis at position 2 has one element
+    per device, so the local shape is [M, N, 1]. Tensors computed from partial sums may have such an
+    axis, too.
     """
     made = {n for t in tv.domain.transforms for n in t.outputs}
     return tuple(
@@ -650,7 +652,11 @@ class Comparison:
       head) is replaced by a new symbol. The proof then knows that devices divide the extent, but no
       longer knows its value.
 
-        x [DIDx{2}(i1 / 4), 4] -> y [DIDx{2}(i1)]     q = i1 / 4 = 2 q':  x0 / q' on both sides
+    In the example, a reshape merges an axis of extent q = i1 / 4, which two devices divide, with an
+    axis of extent 4. The symbol q' is q / 2, and x0 is the index along the axis of extent q. Both
+    tensors then have the same device index, x0 / q':
+
+        x [DIDx{2}(i1 / 4), 4] -> y [DIDx{2}(i1)]
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Redistribution: the cheapest sequence of communications that changes a tensor's placement.
 
 The placement of a tensor says along which mesh dimensions its axes are divided. One communication
-changes the division along one mesh dimension:
+changes the division along one mesh dimension. DIDx(M) is an axis M that is divided over the devices
+of mesh dimension DIDx:
 
     x [DIDx(M), N]  ->  [M, N]            gather: an allgather
     x [M, N]        ->  [DIDx(M), N]      slice: each device keeps its block, nothing is sent
@@ -413,8 +414,9 @@ def _without(ptype: ParallelType, cuts: Cuts) -> Cuts:
     `ptype`.
 
     Divisions inside of the removed one are removed, too. If no division is along `ptype`, an
-    innermost division into steps of a stream loop is removed instead. A loop that remains no longer
-    starts at a block that depends on the device's coordinate along `ptype`.
+    innermost division into steps of a stream loop is removed instead. If a stream loop remains that
+    begins with the device's own block along `ptype` (`Cut.swizzle`), it now begins with the same
+    block on all devices.
     """
     depth = next((k for k, c in enumerate(cuts) if c.ptype is ptype), None)
     kept = without_streams(cuts) if depth is None else cuts[:depth]

@@ -431,9 +431,9 @@ class Copies:
     """Creates copies of tensors with another placement. Returns an existing copy if there is one.
 
     The placement of a tensor says how its axes are divided over devices and the iterations of a
-    stream loop. An existing copy is used if source tensor, mesh and placement are equal. If a
-    source is a permuted tensor, and the other tensor has a copy with the same divisions, this copy
-    is permuted, so that nothing is communicated:
+    stream loop. An existing copy is used if source tensor, mesh and placement are equal. If the
+    source is a permutation of another tensor, a copy of that tensor with the same divisions is
+    used, too. It is permuted, so that nothing is communicated:
 
         y = permute(x), u = set(x), v = set(y)   ->   u = set(x), v = permute(u)
     """
@@ -462,10 +462,12 @@ class Copies:
     def _permute_of_copy(
         self, source: TensorView, made: TensorView, before: TensorOp
     ) -> LoadStoreOp | None:
-        """Returns an op that computes `made`, a copy of `source`, from another copy.
+        """Returns an op that computes `made`, a copy of `source`, by a permutation of an existing
+        copy.
 
-        Returns None if `source` is no permuted tensor, if there is no such copy before the op
-        `before`, or if a stream loop computes it.
+        `source` must be a permutation of another tensor, and the existing copy one of that tensor,
+        with the same divisions. Returns None if `source` is no permutation, if there is no such
+        copy before the op `before`, or if a stream loop computes it.
         """
         permute, cuts = source.definition(), placement(made)
         is_streamed = any(not cut.ptype.is_device for mine in cuts for cut in mine)

@@ -112,7 +112,7 @@ def stream_axis(tv: TensorView) -> StreamAxis | None:
 
 
 def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
-    """Returns which axes of `tv` a kernel argument lacks that has only `rank` dimensions.
+    """Returns the axes of `tv` that are missing in a kernel argument with only `rank` dimensions.
 
     In a stream loop, a kernel may get the slice of `tv` for one step. The slice lacks each axis of
     which a step computes a single index: a stream axis without a split. Returns the sorted
@@ -152,7 +152,8 @@ def scatters_steps(op: TensorOp) -> bool:
 
     In each step of a stream loop, the devices compute partial sums of one block. The total is
     stored on the device that the block belongs to. Such an op runs in the loop of its operand,
-    although its result has no steps.
+    although its result has no steps. In the example, each device has a part of K, over which the op
+    sums:
 
         t [DIDx(K), stream(M), N], out [DIDx(M), N] = Reshard(t, ..., op = add)
     """
@@ -383,6 +384,9 @@ class StepMemory:
     """Decides whether the block that one step of a stream loop computes is dense (without gaps) in
     memory.
 
+    In the example, a loop of 3 steps computes y in 3 blocks along its first axis. A memory order
+    lists axis positions, outermost first:
+
         y [istream{3}(i0), i1]     memory order (0, 1): dense     (1, 0): a block has gaps in y,
                                    unless each step allocates its own memory
 
@@ -528,12 +532,15 @@ def is_in_step(op: TensorOp, index: int) -> bool:
 def drop_steps_of_devices(fusion: Fusion) -> None:
     """Removes the stream type from reduction axes along which the operand has one index per device.
 
+    A stream type says that a loop on the host computes the tensor in steps along the axis. In the
+    example, `r` marks the reduced axis, which is the first one, and DIDx an axis with one index per
+    device:
+
         c [DIDx, stream, N], out [rstream, DIDx, N] = sum(c)   ->   out [r, DIDx, N]
 
-    A stream type says that a loop on the host computes the tensor in steps along the axis. In the
-    example, the sum over devices cannot be made in steps along the first axis, because a device has
-    only one index of it. Users write `rstream` to say that the sum is made for one block of `c`
-    after another, but the stream axis of `c` already says this.
+    The sum over devices cannot be made in steps along the first axis, because a device has only one
+    index of it. Users write `rstream` to say that the sum is made for one block of `c` after
+    another, but the stream axis of `c` already says this.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp):

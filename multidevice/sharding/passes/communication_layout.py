@@ -4,7 +4,7 @@ A collective works on flat buffers: part i of the gathered (or scattered) buffer
 rank of the team. Therefore every buffer must be contiguous. In an allgather or reduce-scatter, the
 gathered or scattered axis must also be outermost in the memory of operand and result. If a tensor
 has another order, the pass inserts a local copy with a permuted allocation domain (the axes in
-memory order).
+memory order). In the example, an allgather removes the division of N over devices, DIDx(N):
 
     y [M, N] = set(x [M, DIDx(N)])   ->   t [M, DIDx(N)] = set(x)    memory order (N, M)
                                           y [M, N] = set(t)          memory order (N, M)
@@ -84,12 +84,13 @@ def communicated(fusion: Fusion) -> set[TensorView]:
 
 
 def _required_order(tv: TensorView, first: tuple[int, ...], *, in_steps: bool) -> list[int]:
-    """Returns the memory order that a collective needs for `tv`: the axes `first` outermost.
+    """Returns the memory order that a collective needs for `tv`: the axes `first` outermost, then
+    the other axes in their present order.
 
-    Both lists have axis positions, outermost first. The present order is returned if it serves as
-    well, because it differs only in the positions of axes with one element. If `in_steps` is True,
-    the collective sends one block of `tv` per iteration of a loop on the host, and the axes of such
-    a block are examined instead of those of `tv`.
+    Both lists have axis positions, outermost first. If the needed order differs from the present
+    one only in the positions of axes with one element, the present order is returned, because the
+    memory is the same. With `in_steps`, the collective sends one block of `tv` per iteration of a
+    loop on the host. An axis with one element is then one of which a block has one index.
     """
     order = [p for p, _ in memory_order(tv)]
     wanted = [*first, *(p for p in order if p not in first)]
@@ -103,12 +104,13 @@ def _are_same_memory(tv: TensorView, a: list[int], b: list[int], *, in_steps: bo
 
 
 def _outermost_axes(op: Reshard) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the axes of operand and result that must be outermost in memory for a collective.
+    """Returns the axes that must be outermost in memory for a collective: (axes of the operand,
+    axes of the result).
 
     - Allgather and reduce-scatter: the gathered or scattered axis, because the part of each rank
       must be contiguous.
-    - AllToAll: in the operand the axis that becomes divided, because each of its blocks is sent to
-      another rank, and inside of it the axis that is divided before. In the result this axis is
+    - AllToAll, which divides axis b of a tensor that was divided along axis a. In the operand, b is
+      outermost, because each block of b is sent to another rank; a follows. In the result, a is
       outermost, because each rank sends one block of it.
     - A transfer to another mesh: the axes of which a rank sends or receives several pieces.
 

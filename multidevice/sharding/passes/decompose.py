@@ -3,7 +3,8 @@
 Before: shardings are propagated; operands and results of an op may be divided differently over
 devices. After: an op whose operand and result are divided differently is a `set` (a copy) or a
 reduction over one axis that is divided over devices. Such an op changes the division along exactly
-one mesh dimension.
+one mesh dimension. In the examples, DIDx(N) is an axis N that is divided over the devices of mesh
+dimension DIDx:
 
     out [M, DIDx(N)] = linear(x [DIDx(M), K], w)  ->  c [M, K] = set(x)           (allgather)
                                                       out = linear(c, w)
@@ -103,9 +104,9 @@ def complete_steps(fusion: Fusion, copies: Copies) -> None:
     """Rewrites each copy and each sum that changes the division over devices as a `Reshard` op.
 
     These are the last steps of `decompose_reshardings`; earlier steps have inserted the copies and
-    sums (`copies` has the copies). If a loop on the host is to compute a tensor in steps along one
-    of its axes, this has been decided, too: the axis has a stream type. The type is removed from an
-    axis along which the op cannot be computed in steps.
+    sums (`copies` has the copies). An axis has a stream type if a loop on the host is to compute
+    the tensor in steps along it. If the op cannot be computed in steps along such an axis, the type
+    is removed.
     """
     exchange_partial_sums(fusion)
     split_copies(fusion, copies)
@@ -248,9 +249,9 @@ def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
     whole.
 
     Such axes are the joined axis of a cat, the axis of an iota, resized axes of a slice or pad, and
-    the inner axes of a reshape; and axes with uneven shards, for ops that do not ignore padding.
-    The op then computes a new, undivided tensor, and the old result becomes a copy of it. Returns
-    the new op.
+    the inner axes of a reshape. An axis with uneven shards is such an axis, too, unless the op
+    ignores padding. The op then computes a new, undivided tensor, and the old result becomes a copy
+    of it. Returns the new op.
     """
     for position, out in enumerate(op.outputs):
         whole = uncuttable_axes(op, DEVICE_TYPES, out)

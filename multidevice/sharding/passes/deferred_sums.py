@@ -53,7 +53,7 @@ def defer_sums(fusion: Fusion) -> None:
 class _Deferral:
     """The ops of a fusion that can be computed on partial sums.
 
-    `excluded` has ops that must not be.
+    `excluded` has ops that must not be computed on partial sums, although they could.
     """
 
     def __init__(self, fusion: Fusion, excluded: Collection[TensorOp]) -> None:
@@ -76,7 +76,9 @@ class _Deferral:
         self._drop_readers_of_sums()
 
     def _drop_readers_of_sums(self) -> None:
-        """Drops ops that read a tensor whose parts must be added before it is read."""
+        """Drops ops of which an operand must be a complete sum: its parts must be added before the
+        op.
+        """
         count = -1
         while count != len(self._ops):
             count = len(self._ops)
@@ -85,16 +87,22 @@ class _Deferral:
                     del self._ops[op]
 
     def _stays_partial(self, tv: TensorView) -> bool:
-        """Returns whether only ops that can read the parts of `tv` read it."""
+        """Returns whether the tensor `tv` can remain a partial sum: all ops that read it can
+        compute on its parts.
+
+        Returns False for tensors that the user has placed, and for outputs and updates of the
+        fusion.
+        """
         is_placed = tv.mesh_is_user_set or bool(tv.cut_lines) or tv in self._kept
         is_partial = tv in self._sums or tv.definition() in self._ops
         uses = tv.uses()
         return is_partial and not is_placed and bool(uses) and all(op in self._ops for op in uses)
 
     def drop_costly(self) -> None:
-        """Drops ops, with those that read their results, where this costs nothing.
+        """Decides that some ops are not computed on parts: those for which adding the parts of the
+        operands costs no more than adding the parts of the results.
 
-        The parts of the operands are then added instead of the parts of the results.
+        If an op is dropped, the ops that read its result are dropped with it.
         """
         groups = self._groups()
         for op in reversed([*self._ops]):
@@ -107,10 +115,10 @@ class _Deferral:
                     del self._ops[other]
 
     def _groups(self) -> dict[TensorOp, tuple[TensorOp, ...]]:
-        """Returns, for each op, the ops that can only be dropped together with it.
+        """Returns, for each op, the group of ops that can only be dropped together with it.
 
-        They share operands with it, or with one another, and a tensor is read either as a sum or as
-        parts.
+        Ops that read the same tensor are in one group, because all of them read either its sum or
+        its parts.
         """
         groups: dict[TensorOp, tuple[TensorOp, ...]] = {}
         for op in self._ops:
@@ -128,7 +136,9 @@ class _Deferral:
     def _with_readers(
         self, group: tuple[TensorOp, ...], groups: Mapping[TensorOp, tuple[TensorOp, ...]]
     ) -> list[TensorOp]:
-        """Returns the ops of `group` and all ops on parts that depend on their results."""
+        """Returns the ops of `group` and all ops on parts that read their results, directly or
+        through other ops on parts. `groups` has the group of each op.
+        """
         found, left = dict.fromkeys(group), [*group]
         while left:
             uses = (use for use in left.pop().out_tensor.uses() if use in self._ops)

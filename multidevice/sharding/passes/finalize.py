@@ -5,8 +5,10 @@ Before: divisions over devices and steps are splits in loop domains only, and al
 describe whole tensors. After: every tensor that is divided has an allocation domain with its device
 axes. If each step of a loop on the host allocates its own memory, the allocation domain also has
 the axis of the steps (the stream axis). Every loop domain is `[stream?, DIDz?, DIDy?, DIDx?,
-serial...]`. Segmentation and host lowering rely on these allocation domains and on this order of
-the loop domains.
+serial...]`, where `?` marks axes that may be missing. Segmentation and host lowering rely on these
+allocation domains and on this order of the loop domains.
+
+In the example, d devices divide N, and `i` marks axes that are not reduced:
 
     w [DIDx{d}, N/d, K], no allocation domain  ->  allocation (iDIDx{d}, iN/d, iK), contiguous
 """

@@ -2,7 +2,9 @@
 
 Each device subtracts the first position of its part from the index. Where the index points into the
 part of another device, it contributes a zero. So exactly one device contributes an element, and the
-sum over devices is the element itself. In the example, `first` is iota(d) * V/d:
+sum over devices is the element itself. In the example, d devices divide the V rows of a table, so
+each has V/d rows. `first`, the first row of each device, is iota(d) * V/d. DIDx(V) is an axis
+divided over devices, and `r` marks the axis over which `sum` adds:
 
     out [N, H] = embedding_fwd(index [N], table [DIDx(V), H])
       ->  near  [DIDx(d), N]      = index - first          position in the part of a device
@@ -145,12 +147,13 @@ def _masked(op: LookupOp, cuts: Cuts) -> list[TensorOp]:
 
 # ------------------------------------------------------------------ placements
 def _placement_of_part(op: LookupOp, cuts: Cuts) -> Placement:
-    """Returns how devices and steps divide the axes of a contribution that the result has, too.
+    """Returns how devices and steps divide those axes of a contribution that the result has, too. A
+    contribution is what each device computes for the result of the lookup.
 
     `cuts` divide the looked-up axis; no other axis is divided along their mesh dimensions. An axis
-    along which the table is divided keeps this division, so that nobody gathers the table. The sum
-    is smaller as a rule, and is communicated instead. Otherwise, the axes are divided like those of
-    the result.
+    along which the table is divided keeps this division, so that no device gathers the table. The
+    sum of the contributions is divided anew instead, because it is usually smaller than the table.
+    Otherwise, the axes are divided like those of the result.
     """
     wanted, whole = placement(op.out), op.whole_axes(op.out)
     busy = {cut.ptype for cut in cuts}
@@ -169,10 +172,11 @@ def _placement_of_part(op: LookupOp, cuts: Cuts) -> Placement:
 
 
 def _place_part(op: LookupOp, cuts: Cuts, part: TensorView) -> None:
-    """Divides the contribution `part` over devices: its first new axes by `cuts`.
+    """Divides the contribution `part` over devices. Its first new axes are divided by `cuts`, the
+    other axes as `_placement_of_part` says.
 
-    The other axes are divided as `_placement_of_part` says, and by the steps of a stream loop if it
-    computes an operand in steps.
+    If a stream loop computes an operand of the lookup in steps, the contribution is divided into
+    these steps, too.
     """
     out, divided = op.out, range(op.axis, op.axis + len(cuts))
     numbers = [part.domain.no_reductions[k].number for k in divided]
@@ -191,9 +195,10 @@ def _place_part(op: LookupOp, cuts: Cuts, part: TensorView) -> None:
 
 
 def _place_aligned(op: LookupOp, cuts: Cuts, part: TensorView, made: Sequence[TensorOp]) -> None:
-    """Divides the results of `made` that have the axes of the contribution `part` like `part`.
+    """Divides the results of the ops `made` in the same way as the contribution `part`.
 
-    Skips those that are divided already.
+    Only results with the same number of axes as the contribution are divided, unless they are
+    divided already. Broadcast axes are not divided.
     """
     wanted = list(placement(part))
     if not op.index.ndim:
@@ -210,9 +215,10 @@ def _contribution(op: LookupOp, cuts: Cuts) -> TensorView:
     """Appends the ops that compute the contribution of each device to the result of a lookup.
 
     The contribution has the axes of the result. Before the axis `op.axis`, it has one more axis for
-    each division in `cuts`, with one index per device. All tensors have these axes, too, or
-    broadcast axes in their place. An index without axes also gets a broadcast axis, along which it
-    looks up; the contribution lacks this axis.
+    each division in `cuts`, with one index per device. Intermediate tensors have the same axes; an
+    axis on which a tensor does not depend is a broadcast axis. If the index has no axes,
+    intermediate tensors have one more axis, along which the lookup is made. The contribution lacks
+    this axis.
     """
     extent = op.table.fusion.canonical(op.table.domain.no_reductions[op.axis].size)
     size = sc.ceildiv(extent, prod(cut.devices for cut in cuts))
@@ -241,7 +247,11 @@ def _rank(op: LookupOp, cuts: Cuts) -> int:
 
 
 def _place(op: LookupOp, cuts: Cuts, position: int) -> int:
-    """Returns the position that the axis `position` of the result has behind the new axes."""
+    """Returns the position of an axis of the result in the contribution, in which new axes are
+    inserted before the axis `op.axis`.
+
+    `position` is the position in the result. There is one new axis for each division in `cuts`.
+    """
     return position + (len(cuts) if position >= op.axis else 0)
 
 

@@ -1,6 +1,8 @@
 """Merged stream axes: a loop on the host whose steps run over several axes merged into one.
 
-Each step computes one index, or one block of indices, of each of the axes.
+Each step computes one index, or one block of indices, of each of the axes. In the examples,
+stream(A * B) is the merged axis of A and B, along which the loop runs. {n} marks a split into n
+blocks. stream and stream.y are two stream types:
 
     y [stream(A * B), C]          ->  y [stream(A), stream.y(B), C]         A * B steps
     y [stream{n}, A * B / n, C]   ->  y [stream(A), stream.y{m}, B/m, C]    n = A * m blocks

@@ -2,7 +2,8 @@
 
 Also divides such pairs into steps, so that they do run at the same time. A loop on the host then
 communicates one block while it multiplies another. The search runs when every op is local or a
-change of placement, before partial sums are exchanged:
+change of placement, before partial sums are exchanged. In the examples, DIDx(M) is an axis that is
+divided over devices, and an axis DIDx has one partial sum per device:
 
     gather       c [M, K] = set(x [DIDx(M), K]), y = linear(c, w)
                  for weight gradients also z [N, K] = matmul(g [N, M], c), which sums over M

@@ -3,7 +3,8 @@
 d devices divide an axis of N elements into blocks of ceil(N/d) elements, as torch's DTensor does.
 The last blocks may be shorter, or empty. This pass pads such an axis to d * ceil(N/d) elements
 wherever it is divided; the whole axis then begins with the N elements of the tensor. Where the axis
-is not divided, it keeps N elements:
+is not divided, it keeps N elements. In the examples, 2 devices divide 7 elements, so that each has
+4 (DIDx{2}, 4):
 
     y [7] = set(x [DIDx{2}, 4])        ->   z [8] = set(x [DIDx{2}, 4])          an allgather
                                             y [7] = slice(z, 0:7)
@@ -86,10 +87,11 @@ _POSITIONWISE = (
 
 
 def types_to_gather(op: TensorOp) -> set[ParallelType]:
-    """Returns the mesh dimensions along which uneven shards require that `op` is computed whole.
+    """Returns the mesh dimensions that unevenly divide an axis of an operand or result of `op`, if
+    `op` does not ignore padding.
 
-    These are the dimensions that divide an axis of an operand or result unevenly, if the op is none
-    of those that ignore padding.
+    The op must then be computed whole along these dimensions. A reshape ignores the padding of axes
+    that it neither splits nor merges; other ops ignore it on all axes or on none.
     """
     tensors = (*(tv for _, tv in tensor_operands(op)), *op.outputs)
     uneven = [(tv, number, axis) for tv in tensors for number, axis in uneven_axes(tv).items()]
@@ -177,7 +179,9 @@ class _Padder:
 
     # -------------------------------------------------------------- copies
     def pad_copy(self, op: LoadStoreOp) -> None:
-        """Pads what a copy divides, and drops the padding of what the copy gathers."""
+        """Pads the axes that a copy begins to divide, and removes the padding of axes that it
+        gathers. In both cases, devices cannot divide the axis evenly.
+        """
         inp, out = op.inp, op.out
         before, after = self._by_position(inp), self._by_position(out)
         if before == after:

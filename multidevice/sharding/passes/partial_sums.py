@@ -1,8 +1,9 @@
 """Reductions over devices or streams: partial sums, then sums over the explicit axis of the parts.
 
 A partial sum has an axis with one element per device, or per step of a stream loop. Such a loop
-runs on the host and computes one part per step. In the examples, `r` is a reduction axis, and `rf`
-marks both parts of a split reduction axis.
+runs on the host and computes one part per step. In the examples, {d} is the number of blocks of an
+axis, `r` marks a reduction axis and `i` another axis. `rf` marks both parts of a split reduction
+axis.
 
     out [M, N, rDIDx] = linear(x, w, bias)   ->   t [M, N, iDIDx{d}rf, r] = linear(x, w)
                                                   s [M, N, rDIDx{d}] = sum(t)
@@ -109,11 +110,12 @@ def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
 
 # ------------------------------------------------------------------ products without partial sums
 def gather_for_products(fusion: Fusion) -> None:
-    """Removes the division of a summed axis if one operand would have to be divided anew for it.
+    """Removes the division of a summed axis if it would require that one operand is divided anew.
 
-    In the example, devices divide another axis of `a`. For partial sums, they would send blocks of
-    `a` in an all-to-all, and then the sums in a reduce-scatter. Instead, `b` is gathered, and the
-    result needs no communication:
+    In the example, DIDx(K) is an axis K that is divided over devices, and `r` marks a summed axis.
+    Devices divide M of `a` and K of `b`. For partial sums over parts of K, they would send blocks
+    of `a` in an all-to-all, and then the sums in a reduce-scatter. Instead, `b` is gathered, and
+    the result needs no communication:
 
         out [DIDx(M), N, rDIDx(K)] = matmul(a [DIDx(M), K], b [DIDx(K), N])
           ->  out [DIDx(M), N, rK] = matmul(a, b)
@@ -131,9 +133,8 @@ def gather_for_products(fusion: Fusion) -> None:
 
 
 def _is_gathered(op: Contraction, summed: IterDomain, ptype: ParallelType) -> bool:
-    """Returns whether the operand of `op` that `ptype` divides along the axis `summed` is gathered.
-
-    See `gather_for_products`.
+    """Returns whether `gather_for_products` removes the division of `summed`, an axis over which
+    `op` sums. The operand of `op` that `ptype` divides along this axis is then gathered.
     """
     out = op.out
     kept = {a.number for a in out.domain.no_reductions}
@@ -169,7 +170,7 @@ def _is_read_whole(
     """Returns whether an op needs a copy of `tv` whose axis `axis` is not divided along `ptype`.
 
     An op with one operand needs none: it runs on the operand as it is. The op `besides` does not
-    count. If `tv` is a permuted tensor, ops that read the other one count, too.
+    count. If `tv` is a permutation of another tensor, ops that read that tensor count, too.
     """
     op = tv.definition()
     if op is not None and is_permute(op):
@@ -218,11 +219,11 @@ def factor_spread_reductions(fusion: Fusion) -> None:
 
 def exchange_partial_sums(fusion: Fusion) -> None:
     """Inserts an exchange of partial sums where each device starts its stream loop with another
-    block.
+    block (a swizzled stream).
 
-    A stream loop computes one block of a tensor per step. In the same step, such devices compute
-    partial sums of different blocks, which cannot be added. So each step sends its block to the
-    device that sums, and the sum is made after the loop:
+    A stream loop computes one block of a tensor per step. With a swizzled stream, devices compute
+    partial sums of different blocks in the same step, and these cannot be added. So each step sends
+    its block to the device that sums, and the sum is made after the loop:
 
         t [DIDx, stream swizzled, N], out [DIDx(M), N] = sum(t)
             ->  u [stream, DIDx, N] = set(t)     each step sends its block to the device that sums
@@ -293,9 +294,9 @@ def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
     loop.
 
     `cuts` maps the numbers of reduction axes to their divisions; each division becomes an axis of
-    the new tensor that is not reduced. Those over devices are its last axes. A stream loop computes
-    the new tensor block by block if it does so with the result of `op`, or else with an operand of
-    `op`.
+    the new tensor that is not reduced. Those over devices are its last axes. A stream loop that
+    computes the result of `op` block by block also computes the new tensor. Without such a loop, a
+    stream loop that computes an operand of `op` does.
     """
     out, fusion = op.out_tensor, op.out_tensor.fusion
     axes = {a.number: fusion.clone_axis(a) for a in out.domain.maybe_root}

@@ -232,10 +232,9 @@ def _reader(op: TensorOp) -> TensorOp | None:
 
 
 def complete_origins(fusion: Fusion) -> None:
-    """Records why each tensor that has no record (`Origin`) yet is placed on its mesh as it is.
+    """Records the reason for the placement of each tensor that has no record (`Origin`) yet.
 
-    These tensors have no record yet, because decomposition or later passes made them for a
-    communication.
+    Decomposition or later passes have made these tensors for a communication.
     """
     placed = {o.tensor: o for o in fusion.origins if o.what == "placement"}
     known = {o.tensor for o in fusion.origins}
@@ -252,11 +251,12 @@ def complete_origins(fusion: Fusion) -> None:
 
 
 def _moved(out: TensorView, placed: Mapping[int, Origin]) -> Iterator[Origin]:
-    """Yields a record (`Origin`) of the placement of `out`, the result of a communication.
+    """Yields a record (`Origin`) of the placement of `out`, the result of a communication. Yields
+    nothing if `out` already has a record.
 
-    The reason is copied from the record of another tensor: if a pass has inserted a copy after the
-    communication, to change the memory order, only the result of this copy has a record. `placed`
-    has the known records by tensor number. Yields nothing if `out` already has a record.
+    `placed` has the known records by tensor number. A pass may have inserted a copy after the
+    communication, to change the memory order. The result of this copy then has the record, and the
+    reason is copied from it.
     """
     if out.number in placed:
         return

@@ -1,7 +1,8 @@
 """Redistribution of copies: each copy that changes a placement becomes a chain of communications.
 
 The steps of the chain are those of `redistribution.plan_steps`. An all-to-all sends one block of
-the target axis to each device. Its operand gets one more axis, whose index is the receiver:
+the target axis to each device. Its operand gets one more axis, whose index is the receiver. In the
+example, DIDx(M) is an axis M that is divided over d devices:
 
     y [M, DIDx(N)] = set(x [DIDx(M), N])
       ->  r [DIDx(M), d, N/d] = reshape(x)
@@ -36,8 +37,9 @@ def split_copies(fusion: Fusion, copies: Copies) -> None:
     """Rewrites every copy as a chain of copies that are one communication or local slice each.
 
     `copies` supplies copies that exist already. In the example, a stream loop computes one block of
-    x per step, and the devices divide each block. So a device has parts of several blocks, and the
-    chain first gathers each block in its step of the loop:
+    x per step (`stream(N)`), and the devices divide each block (DIDx). So a device has parts of
+    several blocks. The chain first gathers each block in its step of the loop, and then copies the
+    whole tensor:
 
         y [N] = set(x [stream(N), DIDx])   ->   t [stream(N)] = set(x), y = set(t)
     """
@@ -68,15 +70,16 @@ def _arrival(op: TensorOp, copied: Collection[int]) -> Placement:
 
 
 def form_exchanges(fusion: Fusion) -> None:
-    """Gives every copy that sends parts of blocks an axis whose indices are these parts.
+    """Splits an axis of every copy that sends parts of blocks, so that each part is one index of a
+    new axis.
 
     - An all-to-all: a copy changes the axis that a mesh dimension divides. The index of the new
-      axis is the device that receives the block.
+      axis is the device that receives the part.
     - A copy to a mesh that divides the tensor into other blocks: the index of the new axis is the
-      number of a piece (`mesh_transfer`). There may be one such axis for each axis of the tensor.
+      number of a piece (`mesh_transfer`). There may be one new axis for each axis of the tensor.
 
-    After, the copy is between two reshapes, and each part is one index of the new axes. An axis of
-    which each part has one index already remains as it is.
+    Afterwards, a reshape before the copy splits the axis, and a reshape after the copy merges the
+    two parts again. An axis is not split if each part has one index of it already.
     """
     for op in fusion.exprs:
         if not is_copy(op) or op.inputs[0].mesh is None or op.out_tensor.mesh is None:
@@ -123,10 +126,11 @@ def _pieces(op: TensorOp) -> dict[int, int]:
 
 
 def _exchange(op: TensorOp, parts: Mapping[int, int]) -> list[TensorOp]:
-    """Returns the ops of a copy whose tensors have one more axis for each axis in `parts`.
+    """Returns the ops that replace the copy `op`: a reshape that splits axes, the copy, and a
+    reshape that merges them again.
 
-    `parts` maps an axis to the number of parts into which it is split. The outer part of the split
-    gets the divisions over devices.
+    `parts` maps the position of each axis to split to the number of parts. The outer axis of such a
+    split gets the divisions over devices.
     """
     inp, out = op.inputs[0], op.out_tensor
     fusion = out.fusion
@@ -156,7 +160,12 @@ def _exchange(op: TensorOp, parts: Mapping[int, int]) -> list[TensorOp]:
 
 
 def _merge_into(out: TensorView, received: TensorView, parts: Collection[int]) -> None:
-    """Gives `out` the root axes of `received`: its axes in `parts` are two axes there, merged."""
+    """Makes `out` the result of a reshape of `received`. Each axis in `parts` is two axes of
+    `received`, which the reshape merges.
+
+    Only the domain of `out` changes: it gets the axes of `received` as root axes, and the merges.
+    The caller creates the op.
+    """
     fusion, domain = out.fusion, out.domain.without_root()
     given = iter(received.domain.no_reductions)
     roots: list[int] = []
