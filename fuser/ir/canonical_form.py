@@ -129,6 +129,36 @@ def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentC
     return made
 
 
+def part_key(part: Fusion) -> Hashable:
+    """Returns a hashable key of a part of a fusion, such as a kernel, without the numbers of its
+    tensors and axes.
+
+    Parts of one fusion have equal keys if they differ in these numbers only, like the kernels of
+    equal layers of a model. Symbols are compared by identity, so keys of parts of different fusions
+    must not be compared.
+    """
+    tensors = part.tensors()
+    places = {tv: place for place, tv in enumerate(tensors)}
+
+    def key_of(value: object) -> Hashable:
+        if isinstance(value, TensorView):
+            return "tensor", places[value]
+        if isinstance(value, tuple | list):
+            return tuple(map(key_of, cast("Iterable[object]", value)))
+        return value
+
+    ops: list[Hashable] = []
+    for op in part.exprs:
+        names = op.fields_of("operand", "operands", "result", "results", "attr")
+        ops.append((type(op), *(key_of(getattr(op, name)) for name in names)))
+    states = (
+        (tv.dtype(), tv.memory, tv.mesh, tv.is_cpu_scalar, tv.compute_at, tv.domain.structure)
+        for tv in tensors
+    )
+    updates = [(a.out, a.into, a.hidden) for a in part.aliases]
+    return *states, key_of(ops), key_of(part.inputs), key_of(part.outputs), key_of(updates)
+
+
 def form_text(form: CanonicalForm) -> str:
     """Returns a canonical form as text. The text is the same in every process, so it can be a part
     of the key of a file.

@@ -113,6 +113,7 @@ class Op:
         Op.REGISTRY[cls.__name__] = cls
 
     @classmethod
+    @functools.cache
     def fields_of(cls, *kinds: Kind) -> tuple[str, ...]:
         """Returns the names of the fields of the given kinds, such as "operand", in order."""
         return tuple(
@@ -179,7 +180,8 @@ class Op:
 
         Most ops have none.
         """
-        return tuple(getattr(self, name) for name, kind in self._kinds() if kind == "region")
+        names = self.fields_of("region")
+        return tuple(getattr(self, name) for name in names) if names else ()
 
     @classmethod
     @functools.cache

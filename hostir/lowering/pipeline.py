@@ -18,12 +18,13 @@ The last column is the value of `FUSER_DUMP` that prints the text after the stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
 from fuser.ir.binding import complete
+from fuser.ir.canonical_form import part_key
 from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.naming import axis_words, in_ir
 from fuser.ir.scalar.constructors import Number, Symbol
@@ -233,12 +234,17 @@ def _segment(
     values: dict[Symbol, Number] = dict(refined_sizes(facts.sizes))
     complete(fusion, values)
     known: Known = {}
+    # Kernels of equal layers need the same scheduler.
+    chosen: dict[Hashable, str | None] = {}
 
     def scheduler_of(segment: Fusion) -> str | None:
         def suits(row: Scheduler) -> bool:
             return (facts.has_clusters or not row.in_clusters) and row.suits(segment, values)
 
-        return find_scheduler(localize(segment, known=known)[0], suits=suits)
+        key = part_key(segment)
+        if key not in chosen:
+            chosen[key] = find_scheduler(localize(segment, known=known)[0], suits=suits)
+        return chosen[key]
 
     def takes_both(union: Fusion) -> str | None:
         is_taken = HORIZONTAL.accepts(localize(union, known=known)[0]) is None

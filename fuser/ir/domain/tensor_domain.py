@@ -22,7 +22,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from fuser.ir.scalar import constructors as sc
-from fuser.ir.scalar.constructors import Const, Scalar
+from fuser.ir.scalar.constructors import Const, Scalar, Symbol
 from fuser.ir.statement import Val
 from fuser.ir.types import IterType, ParallelType
 from fuser.support.errors import UnsupportedError, counted
@@ -563,6 +563,19 @@ class TensorDomain:
         """
         axes = [(p, self.no_reductions[p]) for p, _ in reversed(self.memory_order)]
         return tuple((p, a.expanded is not None, not a.is_broadcast) for p, a in axes)
+
+    @remembered
+    def symbols(self) -> tuple[Symbol, ...]:
+        """The symbols in the extents of the axes, then in the transforms, each once."""
+        found: dict[Symbol, None] = {}
+        for axis in self.axes.values():
+            found.update(dict.fromkeys(sc.symbols(axis.extent)))
+            if axis.expanded is not None:
+                found.update(dict.fromkeys(sc.symbols(axis.expanded)))
+        for t in self.transforms:
+            for value in t.scalars:
+                found.update(dict.fromkeys(sc.symbols(value)))
+        return tuple(found)
 
     @remembered
     def splits(self) -> Mapping[int, SplitTransform]:

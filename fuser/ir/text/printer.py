@@ -198,12 +198,7 @@ def program_symbols(
     for value in fusion.inputs:
         add(value)
     for tv in tensors:
-        for axis in tv.domain.axes.values():
-            add(axis.extent)
-            add(axis.expanded)
-        for t in tv.domain.transforms:
-            for value in t.scalars:
-                add(value)
+        found.update(dict.fromkeys(tv.domain.symbols))
     for op in ops:
         for value in (*op.inputs, *op.scalars):
             add(value)
