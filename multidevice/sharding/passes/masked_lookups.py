@@ -34,21 +34,20 @@ from fuser.ir.dtypes import FLOAT8, DataType, category
 from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.ops.lookup import GatherOp, LookupOp, SelectOp
-from fuser.ir.ops.nodes import CastOp, ReshapeOp
+from fuser.ir.ops.nodes import CastOp
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.types import DEVICE_TYPES
 from fuser.ops import factories, indexing
 from fuser.ops.building import (
     OperandLike,
-    add_op,
     broadcast_tensor,
     cast_tensor,
     convert,
     squeeze_axes,
 )
 from fuser.ops.elementwise import apply_pointwise
-from fuser.ops.reshaping import transformed_domain
+from multidevice.sharding.passes.device_axes import on_own_axis, split_over_devices
 from multidevice.sharding.passes.partial_sums import combine_parts
 from multidevice.sharding.passes.provenance import record_masked_lookup
 from multidevice.sharding.placement import (
@@ -185,7 +184,7 @@ def _place_part(op: LookupOp, cuts: Cuts, part: TensorView) -> None:
     )
     kept = [a for a in part.domain.no_reductions if a.number not in numbers]
     for number, cut in zip(numbers, cuts, strict=True):
-        add_cuts(part, number, (replace(cut, whole=True),))
+        add_cuts(part, number, (on_own_axis(cut),))
     for axis, mine in zip(kept, _placement_of_part(op, cuts), strict=True):
         add_cuts(part, axis.number, mine)
     twins = {a.number: b for a, b in zip(out.domain.no_reductions, kept, strict=True)}
@@ -234,7 +233,7 @@ def _contribution(op: LookupOp, cuts: Cuts) -> TensorView:
     other = _call("logical_and", _is_within(index, extent), is_elsewhere)
     near = _call("where", other, 0, near)
     look_up = indexing.gather if isinstance(op, GatherOp) else indexing.take_along_axis
-    rows = look_up(_split_table(op, cuts, size), near, op.axis + len(cuts))
+    rows = look_up(_split_table(op, cuts), near, op.axis + len(cuts))
     if rows.dtype() in FLOAT8:
         rows = cast_tensor(rows, DataType.Float)
     part = _call("where", other, _zero(rows.dtype()), rows)
@@ -276,35 +275,21 @@ def _device_numbers(op: LookupOp, cut: Cut) -> TensorView:
     """Appends an op that gives each device its number along the mesh dimension of `cut`."""
     numbers = factories.iota(cut.devices)
     numbers.mesh = op.out.mesh
-    add_cuts(numbers, numbers.domain.logical[0].number, (replace(cut, whole=True),))
+    add_cuts(numbers, numbers.domain.logical[0].number, (on_own_axis(cut),))
     return numbers
 
 
-def _split_table(op: LookupOp, cuts: Cuts, size: Scalar) -> TensorView:
+def _split_table(op: LookupOp, cuts: Cuts) -> TensorView:
     """Appends the ops that split the looked-up axis of the table.
 
-    The new axes are one axis for each division in `cuts`, and one for the `size` positions that
-    each device has. The axes that only the index has become broadcasts.
+    The new axes are one axis for each division in `cuts`, and one for the positions that each
+    device has. The axes that only the index has become broadcasts.
     """
-    table, fusion = op.table, op.table.fusion
-    sizes: list[Scalar] = [sc.const(cut.devices) for cut in cuts]
-    sizes += [] if sc.int_value(size) == 1 else [size]
-    if len(sizes) > 1:
-        roots = [fusion.clone_axis(a) for a in table.domain.no_reductions]
-        groups = [([k], sizes if k == op.axis else [a.size]) for k, a in enumerate(roots)]
-        domain = transformed_domain(fusion, roots, groups)
-        split = fusion.new_tensor(domain, table.dtype(), mesh=table.mesh)
-        wanted = list(placement(table))
-        divided: list[Cuts] = [(replace(cut, whole=True),) for cut in cuts]
-        wanted[op.axis : op.axis + 1] = [*divided, *([()] * (len(sizes) - len(cuts)))]
-        for axis, mine in zip(split.domain.logical, wanted, strict=True):
-            add_cuts(split, axis.number, mine)
-        add_op(ReshapeOp(split, table))
-        table = split
+    table = split_over_devices(op.table, {op.axis: cuts})
     shift = op.index.ndim == 0
     kept = (to for to in op.table_map() if to is not None)
     places = {_place(op, cuts, to + shift) for to in kept}
-    places.update(range(op.axis, op.axis + len(sizes)))
+    places.update(range(op.axis, op.axis + len(cuts) + 1))
     return _aligned_parts(table, places, _rank(op, cuts))
 
 
