@@ -11,8 +11,10 @@ Files, in reading order:
   local op.
 - `partial_sums`: reductions of which each device computes a part.
 - `deferred_sums`: linear ops on partial sums, whose results are added over devices.
+- `device_axes`: axes whose index is the number of a device.
 - `masked_lookups`: lookups along a divided axis, which each device makes in its own part.
 - `pad_shards`: axes that devices cannot divide evenly are padded.
+- `partial_moments`: means and variances along a divided axis, from the moments of the parts.
 - `redistribute`: a copy to another division becomes the cheapest sequence of communications.
 - `overlap_candidates`: communications and matrix products that may run at the same time.
 - `merged_streams`: a loop over several axes merged into one, rewritten as a division of each axis.

@@ -28,6 +28,7 @@ from fuser.support.errors import ShardingError, user_code
 from multidevice.sharding.passes.deferred_sums import defer_sums
 from multidevice.sharding.passes.masked_lookups import mask_divided_lookups
 from multidevice.sharding.passes.pad_shards import pad_uneven_shards, types_to_gather
+from multidevice.sharding.passes.partial_moments import combine_partial_moments
 from multidevice.sharding.passes.partial_sums import (
     add_partial_sums,
     add_row_parallel_bias_last,
@@ -89,6 +90,7 @@ def decompose_reshardings(
     add_row_parallel_bias_last(fusion)
     mask_divided_lookups(fusion)
     reduce_before_leaving(fusion)
+    combine_partial_moments(fusion)
     factor_spread_reductions(fusion)
     defer_sums(fusion)
     add_partial_sums(fusion)

@@ -49,7 +49,7 @@ from fuser.ops.building import (
 from fuser.ops.elementwise import apply_pointwise
 from multidevice.sharding.passes.device_axes import on_own_axis, split_over_devices
 from multidevice.sharding.passes.partial_sums import combine_parts
-from multidevice.sharding.passes.provenance import record_masked_lookup
+from multidevice.sharding.passes.provenance import record_parts
 from multidevice.sharding.placement import (
     Cut,
     Cuts,
@@ -137,7 +137,7 @@ def _masked(op: LookupOp, cuts: Cuts) -> list[TensorOp]:
     kind = "max" if dtype is DataType.Bool else "add"
     types = [cut.ptype for cut in cuts]
     combine = combine_parts(total, part, types, kind=kind, init=sc.const(0, dtype))
-    record_masked_lookup(op, combine)
+    record_parts(op, op.table, combine, "lookup")
     made.append(combine)
     if total is not out:
         made.append(CastOp(out, total))

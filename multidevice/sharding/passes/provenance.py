@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from fuser.ir.axis_graph import tensor_operands
 from fuser.ir.fusion import Fusion, TensorOp, TensorView
-from fuser.ir.ops.lookup import LookupOp
 from fuser.ir.ops.nodes import ReductionOp, Reshard
 from fuser.ir.provenance import How, Origin
 from fuser.ir.types import ParallelType
@@ -89,18 +88,20 @@ def _dimension(tv: TensorView, number: int) -> int | None:
 
 
 # ------------------------------------------------------------------ changes of placement
-def record_masked_lookup(op: LookupOp, total: ReductionOp) -> None:
-    """Records that `total` adds up, along each mesh dimension, the parts of the lookup `op`.
+def record_parts(op: TensorOp, source: TensorView, total: ReductionOp, how: How) -> None:
+    """Records that `total` combines, along each mesh dimension, parts of a result of `op`.
 
-    Called when decomposition replaces the lookup by lookups in the parts of its table.
+    Called when decomposition replaces `op` by ops that each device computes with its part of the
+    operand `source`.
     """
-    fusion, table, out = op.out.fusion, op.table.number, total.out
+    fusion, out = total.out.fusion, total.out
     rows = [
-        Origin(out.number, "cut", "lookup", table, op.name, op.where, axis.ptype)
+        Origin(out.number, "cut", how, source.number, op.name, op.where, axis.ptype)
         for axis in out.domain.logical
         if axis.is_reduction()
     ]
-    fusion.origins = (*fusion.origins, *rows)
+    known = set(fusion.origins)
+    fusion.origins = (*fusion.origins, *(row for row in rows if row not in known))
 
 
 def record_reshardings(fusion: Fusion) -> None:
@@ -115,14 +116,18 @@ def record_reshardings(fusion: Fusion) -> None:
         if row.what == "cut" and row.axis is None and row.source is not None:
             sums.setdefault((row.source, row.op), {})[place] = row
     told = {o.tensor for o in fusion.origins if o.what == "cut" and o.axis is None}
-    lookups = {(row.tensor, row.ptype): row for row in fusion.origins if row.how == "lookup"}
+    known_sums = {
+        (row.tensor, row.ptype): row
+        for row in fusion.origins
+        if row.what == "cut" and row.axis is None
+    }
     rows: list[Origin] = []
     for op in fusion.exprs:
         if not isinstance(op, Reshard):
             continue
-        lookup = _lookup_behind(op, lookups)
-        if lookup is not None:
-            rows += _parts_of_lookup(op, lookup)
+        total = _known_sum(op, known_sums)
+        if total is not None:
+            rows += _of_known_sum(op, total)
         else:
             rows.append(_reason(fusion, op, known))
             if op.reduction is not None and op.out.number not in told:
@@ -152,27 +157,27 @@ def _summed(op: Reshard, sums: _Sums) -> Iterator[Origin]:
             yield replace(rows[place], tensor=op.out.number)
 
 
-def _lookup_behind(
-    op: Reshard, lookups: Mapping[tuple[int, ParallelType | None], Origin]
+def _known_sum(
+    op: Reshard, sums: Mapping[tuple[int, ParallelType | None], Origin]
 ) -> Origin | None:
-    """Returns the record about the lookup whose parts the communication `op` adds, if there is one.
+    """Returns the record about the sum to which the communication `op` adds, if there is one.
 
-    Several communications in sequence may add them; the record is about the last one. `lookups` has
-    the records about lookups by tensor and mesh dimension.
+    Several communications in sequence may compute a sum; the record is about the last one. `sums`
+    has the records about summed axes by tensor and mesh dimension.
     """
-    at: TensorOp | None = op if op.reduction is not None and lookups else None
+    at: TensorOp | None = None if op.reduction is None else op
     while isinstance(at, Reshard):
-        if (row := lookups.get((at.out.number, op.ptypes[0]))) is not None:
+        if (row := sums.get((at.out.number, op.ptypes[0]))) is not None:
             return row
         at = next(iter(at.out.uses()), None)
     return None
 
 
-def _parts_of_lookup(op: Reshard, lookup: Origin) -> Iterator[Origin]:
-    """Yields the records about the communication `op`, which adds parts of the lookup `lookup`."""
-    yield Origin(op.out.number, "placement", "sum", op.inp.number, lookup.op, lookup.where)
-    if op.out.number != lookup.tensor:
-        yield replace(lookup, tensor=op.out.number)
+def _of_known_sum(op: Reshard, total: Origin) -> Iterator[Origin]:
+    """Yields the records about the communication `op`, which adds to the sum of record `total`."""
+    yield Origin(op.out.number, "placement", "sum", op.inp.number, total.op, total.where)
+    if op.out.number != total.tensor:
+        yield replace(total, tensor=op.out.number)
 
 
 def _reason(fusion: Fusion, op: Reshard, known: set[int]) -> Origin:
