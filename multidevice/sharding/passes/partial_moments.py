@@ -41,6 +41,7 @@ from multidevice.sharding.placement import (
     spread_axes,
 )
 from multidevice.sharding.propagation import apply_transfers, forward_cuts
+from multidevice.sharding.queries import uneven_axes
 
 
 def combine_partial_moments(fusion: Fusion) -> None:
@@ -57,7 +58,8 @@ def _divisions(op: WelfordOp) -> dict[int, Cuts]:
     """Returns how devices divide the reduced axes, by the position of the axis in the operand.
 
     Returns {} if the moments of parts cannot be combined: with steps of a stream loop, or if the
-    operand is on another mesh, is divided in another way, or has no elements.
+    operand is on another mesh, is divided in another way, has parts of unequal sizes, or has no
+    elements.
     """
     cuts = reduction_cuts(op.avg)
     reduced = [a for a in op.avg.domain.logical if a.is_reduction()]
@@ -65,8 +67,10 @@ def _divisions(op: WelfordOp) -> dict[int, Cuts]:
     have = placement(op.inp)
     has_steps = any(a.is_stream for tv in (op.inp, *op.outputs) for a in spread_axes(tv))
     is_other = op.inp.mesh != op.avg.mesh or any(have[k] != mine for k, mine in found.items())
+    uneven, axes = uneven_axes(op.inp), op.inp.domain.no_reductions
+    is_uneven = any(axes[k].number in uneven for k in found)
     is_empty = any(sc.int_value(op.avg.fusion.canonical(a.size)) == 0 for a in reduced)
-    return {} if has_steps or is_other or is_empty else found
+    return {} if has_steps or is_other or is_uneven or is_empty else found
 
 
 def _combined(op: WelfordOp, divisions: dict[int, Cuts]) -> list[TensorOp]:

@@ -122,6 +122,23 @@ def test_any_axes_of_a_mesh_of_two_dimensions(
     assert sorted(found) == sorted(types)
 
 
+@pytest.mark.parametrize(
+    ("shape", "placements", "types"),
+    [
+        ((6, 10), [R, S(1)], ["Allreduce"] * 2),
+        ((5, 12), [S(0), S(1)], ["Allreduce"] * 2 + ["Allgather"] * 2),
+        ((6, 7), [R, S(1)], ["Allgather"]),
+    ],
+    ids=str,
+)
+def test_parts_of_unequal_sizes_are_gathered(
+    shape: Sequence[int], placements: Placements, types: list[str]
+) -> None:
+    """Rows may be shared unevenly; the elements of a row that devices share must be equal parts."""
+    found = check(drawn(shape), [1], SQUARE, placements, placed=[R, R], static=True)
+    assert sorted(found) == sorted(types)
+
+
 def test_a_large_mean_costs_no_precision() -> None:
     """Sums of squares without the mean would lose all digits of the variance."""
     x = drawn((4, 64)) + 1e6
