@@ -140,7 +140,8 @@ def _sum(
 ) -> ReductionOp:
     zero = sc.const(0, total.dtype())
     made = combine_parts(total, parts, types, kind="add", init=zero)
-    record_parts(op, op.inp, made, "forward")
+    if total not in op.outputs:  # propagation has recorded why these have parts
+        record_parts(op, op.inp, made, "forward")
     return made
 
 

@@ -100,8 +100,7 @@ def record_parts(op: TensorOp, source: TensorView, total: ReductionOp, how: How)
         for axis in out.domain.logical
         if axis.is_reduction()
     ]
-    known = set(fusion.origins)
-    fusion.origins = (*fusion.origins, *(row for row in rows if row not in known))
+    fusion.origins = (*fusion.origins, *rows)
 
 
 def record_reshardings(fusion: Fusion) -> None:
