@@ -105,7 +105,9 @@ class MeshTransfer:
 
     @cached_property
     def sent(self) -> Fraction:
-        """The elements that a rank sends at most, as a fraction of the elements of the tensor."""
+        """The largest number of elements that one rank sends, as a fraction of the elements of the
+        tensor. Elements that a broadcast sends to several ranks count once.
+        """
         if self.teams:
             return Fraction(1, prod(self.pieces))
         loads = Counter(d.source for d in self.deliveries if not d.is_local)

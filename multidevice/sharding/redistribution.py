@@ -143,8 +143,8 @@ def _arrivals(
     """Yields `target`, and each placement on `mesh` from which allgathers lead to it, with their
     cost.
 
-    An axis is divided only into a number of blocks that divides the one in `source`, because no
-    other is known to divide its extent.
+    An axis is divided only into b blocks such that b divides the number of its blocks in `source`.
+    The extent of the axis is known to be a multiple of such a b, but of no other.
     """
     used = {c.ptype for cuts in target for c in cuts}
     found = [(PlanCost(), target)]
@@ -326,8 +326,9 @@ def _divided_by(
     """Yields (axis, placement) for each axis that the mesh dimension `ptype` may divide: `at` with
     `ptype` as the innermost division of this axis.
 
-    An axis is divided only along mesh dimensions that divide it in `source` or in `target`, and
-    into no other number of blocks than these allow, because its extent may not be divisible.
+    An axis is divided only along mesh dimensions that divide it in `source` or in `target`. The
+    number of its blocks must divide its number of blocks in one of these, because the extent may
+    not be a multiple of any other number.
     """
     for axis, have in enumerate(at):
         for wanted in (target[axis], source[axis]):

@@ -98,7 +98,11 @@ def _required_order(tv: TensorView, first: tuple[int, ...], *, in_steps: bool) -
 
 
 def _are_same_memory(tv: TensorView, a: list[int], b: list[int], *, in_steps: bool) -> bool:
-    """Returns whether the axis orders `a` and `b` of `tv` differ only in axes with one element."""
+    """Returns whether the axis orders `a` and `b` of `tv` differ only in axes with one element.
+
+    With `in_steps`, an axis counts as such if the block that one step of a stream loop computes has
+    one index of it.
+    """
     several = {p for p in a if not is_single(tv, p, in_steps=in_steps)}
     return [p for p in a if p in several] == [p for p in b if p in several]
 

@@ -78,11 +78,16 @@ def mask_divided_lookups(fusion: Fusion) -> None:
 
 
 def _divisions(op: LookupOp) -> Cuts:
-    """Returns the divisions over devices of the looked-up axis, if they allow a masked lookup.
+    """Returns the divisions over devices of the looked-up axis, if they allow a masked lookup;
+    otherwise ().
 
-    Returns () if the index is a scalar, if steps of a stream loop divide the axis, too, if table
-    and result are on different meshes, if the axis is a broadcast, which each device has, or if the
-    devices have parts of unequal sizes.
+    They do not allow it in these cases:
+
+    - The index is a scalar.
+    - Steps of a stream loop divide the axis, too.
+    - The table and the result are on different meshes.
+    - The axis is a broadcast, which each device has.
+    - The devices have parts of unequal sizes.
     """
     axis = op.table.domain.no_reductions[op.axis]
     if axis.number in uneven_axes(op.table):
@@ -246,10 +251,10 @@ def _rank(op: LookupOp, cuts: Cuts) -> int:
 
 
 def _place(op: LookupOp, cuts: Cuts, position: int) -> int:
-    """Returns the position of an axis of the result in the contribution, in which new axes are
-    inserted before the axis `op.axis`.
+    """Returns the position that an axis of the result has among the axes of the contribution.
 
-    `position` is the position in the result. There is one new axis for each division in `cuts`.
+    `position` is its position in the result. The contribution has one more axis for each division
+    in `cuts`. These axes are in front of the axis `op.axis`.
     """
     return position + (len(cuts) if position >= op.axis else 0)
 

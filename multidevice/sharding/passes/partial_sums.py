@@ -404,7 +404,9 @@ def types_of_parts(op: TensorOp) -> tuple[ParallelType, ...]:
 
 
 def _add_in_steps(fusion: Fusion, op: ReductionOp, types: tuple[ParallelType, ...]) -> None:
-    """Replaces an op that adds partial sums along the types `types` by one op for each step."""
+    """Replaces an op that adds partial sums along all types in `types` by a sequence of ops, which
+    `_stages` plans. Each adds the parts along one type, or changes the division over devices.
+    """
     out, at, left = op.out, op.inp, types
     stages = _stages(op, types)
     if not stages:
