@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 
 class Library(Protocol):
-    """The interface of a communication library, as far as programs depend on it."""
+    """The properties of a communication library that decide how a program is lowered: its name,
+    and whether CUDA graphs may repeat its communications. It moves no data.
+    """
 
     @property
     def name(self) -> str:

@@ -207,8 +207,9 @@ def graph_memory_nbytes(device: torch.device) -> int:
 
 
 def graph_memory(device: torch.device) -> GraphMemory | None:
-    """Returns the zeroed memory for CUDA graphs on a device. Returns None for a device without
-    graphs, such as the CPU.
+    """Returns the object that owns a device's zeroed buffers for CUDA graphs: memory that kernels
+    need to find zeroed. There is one object per device. Returns None for a device without graphs,
+    such as the CPU.
     """
     import torch
 

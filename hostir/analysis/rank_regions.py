@@ -56,7 +56,8 @@ class Extent(NamedTuple):
     def cut(self, start: PerRank, length: PerRank) -> Extent | None:
         """Selects a part of these indices by position: from the index at position `start` to the
         index at position `start + length` (exclusive). Returns the selected indices as a new
-        extent. Returns None if a start and levels cannot describe the selected indices.
+        extent. Returns None if the selected indices are no extent: if no `start` and no nested
+        levels of (count, stride) describe them.
         """
         (_, stride), *rest = self.levels
         if not rest:

@@ -193,9 +193,10 @@ class NoOverlap:
         return True
 
     def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
-        """Records that the whole program cannot be lowered with the chosen steps, for the reason
-        `why`, and returns whether there is another choice. Always False here, because there are no
-        steps.
+        """Returns False: there is no other choice to try, because no matmul or communication was
+        divided into steps that overlap.
+
+        `why` is the reason for which the program could not be lowered.
         """
         del sizes, why
         return False

@@ -74,8 +74,10 @@ class InputClass:
 
 
 class Classifier:
-    """Computes the input class of each call, for one fusion. Facts about the fusion that do not
-    depend on a call are computed only once."""
+    """Computes the input class of each call of one fusion. Calls of one class share one compiled
+    program.
+
+    Facts about the fusion that do not depend on a call are computed only once."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._layouts = [

@@ -456,7 +456,7 @@ class TensorDomain:
 
     # ------------------------------------------------------------ views
     def states(self, group: Iterable[int]) -> tuple[IterDomain, ...]:
-        """Returns the axes with the numbers `group`, in this order."""
+        """Returns the axes whose numbers (ids) are in `group`, in the order of `group`."""
         return tuple(map(self.axes.__getitem__, group))
 
     @remembered

@@ -247,7 +247,10 @@ def _check_parts(tv: TensorView, axis: IterDomain) -> None:
             )
         if cuts and not by_axis[number][-1].ptype.is_stream:
             raise _refusal(
-                tv, axis, f"has blocks of {logical} that devices share, which is not supported"
+                tv,
+                axis,
+                f"merges blocks of {logical}, each of which is split over devices, which is not "
+                "supported: split another axis over devices",
             )
     if sum(not c.whole for cuts in found.values() for c in cuts) > 1:
         raise _refusal(

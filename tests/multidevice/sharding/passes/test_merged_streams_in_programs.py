@@ -595,7 +595,9 @@ def test_a_refusal_names_the_part_that_devices_share() -> None:
     stream(y, 0, 3)
 
     def body() -> str:
-        with pytest.raises(FuserError, match=r"has blocks of iS\d+\{8\} that devices share") as e:
+        with pytest.raises(
+            FuserError, match=r"merges blocks of iS\d+\{8\}, each of which is split over"
+        ) as e:
             fd.execute([torch.randn(8, 4, 5)])
         return str(e.value)
 
