@@ -640,7 +640,8 @@ class _Rank:
         reads = root in (None, place) or op.type in ("Gather", "Reduce")
         writes = root in (None, place) or op.type in ("Broadcast", "Scatter")
         part = _flat(op.inp, self.read(op.inp)) if reads else None
-        memory = self.read(op.out) if writes else None
+        # The root of a broadcast to another mesh may have no shard of the result.
+        memory = self.read(op.out) if writes and self.has(op.out) else None
         if memory is not None:
             _fill(memory)
 

@@ -53,20 +53,44 @@ def split_copies(fusion: Fusion, copies: Copies) -> None:
         if changes_mesh(op):
             if step_parts(at) or step_parts(out):
                 continue  # refused when the copy becomes a `Reshard`
-            have = _arrival(op, copied)
+            divided = {p for p in copied if len(have[p]) + len(want[p])}
+            have = _undivided(have, divided)
+            at = _changed_before(op, have, copied, copies)
+            have = _arrival(at, out, _undivided(want, divided), copied)
             steps = [have] if have != want else []
         steps += plan_steps(have, want, copied) if at.mesh == out.mesh or steps else []
         for cuts in steps:
             at = copies.get(at, out.mesh, cuts, before=op)
-        if steps:
+        if at is not op.inputs[0]:
             fusion.replace_expr(op, [op.replace(inp=at)])
 
 
-def _arrival(op: TensorOp, copied: Collection[int]) -> Placement:
-    """Returns the placement in which a tensor arrives on the mesh to which `op` copies it."""
-    inp, out = op.inputs[0], op.out_tensor
-    assert inp.mesh is not None and out.mesh is not None, f"{op} copies between meshes"
-    return plan_arrival((inp.mesh, placement(inp)), (out.mesh, placement(out)), copied)
+def _undivided(cuts: Placement, axes: Collection[int]) -> Placement:
+    return tuple(() if p in axes else mine for p, mine in enumerate(cuts))
+
+
+def _changed_before(
+    op: TensorOp, cuts: Placement, copied: Collection[int], copies: Copies
+) -> TensorView:
+    """Returns the operand of `op`, or a copy on its mesh with the placement `cuts`.
+
+    A rank of both meshes copies its pieces itself. So no broadcast axis, of which every rank has
+    the only element, may have other extents on the operand's mesh than on the result's.
+    """
+    inp = op.inputs[0]
+    if placement(inp) == cuts:
+        return inp
+    for step in (*plan_steps(placement(inp), cuts, copied), cuts):
+        inp = copies.get(inp, inp.mesh, step, before=op)
+    return inp
+
+
+def _arrival(
+    inp: TensorView, out: TensorView, cuts: Placement, copied: Collection[int]
+) -> Placement:
+    """Returns the placement in which `inp` arrives on the mesh of `out`, on its way to `cuts`."""
+    assert inp.mesh is not None and out.mesh is not None, f"{inp} is copied between meshes"
+    return plan_arrival((inp.mesh, placement(inp)), (out.mesh, cuts), copied)
 
 
 def form_exchanges(fusion: Fusion) -> None:

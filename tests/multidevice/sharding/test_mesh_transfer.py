@@ -312,6 +312,24 @@ def test_tensors_of_any_dtype_order_and_number_of_axes_return(
         world.run(body)
 
 
+@pytest.mark.parametrize("ranks", [[1, 0], [0, 2], [2, 3]])
+@pytest.mark.parametrize(("source", "target"), [(ROWS, WHOLE), (WHOLE, ROWS), (ROWS, COLUMNS)])
+def test_a_divided_broadcast_axis(ranks: list[int], source: Any, target: Any) -> None:
+    value, mesh = torch.arange(4.0).reshape(1, 4), DeviceMesh(ranks)
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([1, 4], contiguity=[None, True], mesh=PAIR, placements=[WHOLE])
+        y = fd.ops.expand(x, [8, 4])
+        annotate(y, PAIR, [source])
+        z = fd.ops.set(y)
+        annotate(z, mesh, [target])
+        fd.add_output(z)
+    place: Place = (mesh, {ROWS: ((X,), ()), COLUMNS: ((), (X,)), WHOLE: ((), ())}[target])
+    program = build_for(fd.fusion, [value])
+    for rank, (out,) in enumerate(run_simulated(program, [value], ranks=4)):
+        if mesh.has(rank):
+            assert torch.equal(out, shard(value.expand(8, 4), place, rank))
+
+
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("options", [[], ["peer_copies"]])
 def test_copies_between_meshes_on_ranks(options: list[str]) -> None:
