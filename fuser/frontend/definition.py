@@ -27,6 +27,7 @@ from fuser.frontend.python_printer import (
     repro_script,
     translate_fusion,
 )
+from fuser.frontend.uneven_shards import Reread
 from fuser.ir.dtypes import DataType, DtypeLike, from_torch
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
@@ -51,7 +52,7 @@ from fuser.support.inputs import flatten
 from fuser.support.locks import make_reentrant_lock
 from fuser.support.options import NONE, settings
 from hostir.runtime.plan import Memory
-from multidevice.job.agreement import Prepared
+from multidevice.job.agreement import Extents, Prepared
 from multidevice.job.communicator import Communicator, run_agreed
 from multidevice.sharding.queries import requested_devices
 
@@ -403,15 +404,20 @@ class FusionDefinition:
         error. `given` are the device and the options of the call.
         """
 
+        inputs = Reread.of(inputs)
+
         def prepare() -> Prepared[list[torch.Tensor]]:
             if not _flag(save_repro_inputs):
-                return self._executor_cache().prepare(inputs, *given)
+                return self._executor_cache().prepare_call(inputs, *given)
             flat = flatten(inputs)
-            prepared = self._executor_cache().prepare(flat, *given)
+            prepared = self._executor_cache().prepare_call(flat, *given)
             self.fake_inputs = fake_inputs(flat)
             return prepared
 
-        return run_agreed(Communicator.instance(), self._devices(), prepare)
+        def resolve(extents: Extents) -> Prepared[list[torch.Tensor]]:
+            return self._executor_cache().resolve((inputs, *given), extents)
+
+        return run_agreed(Communicator.instance(), self._devices(), prepare, resolve)
 
     # ------------------------------------------------------------ scripts
     def repro_script_for(self, inputs: Iterable[object] | None = None) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -38,7 +38,7 @@ from fuser.frontend.program_cache import (
     status_lines,
     why_never,
 )
-from fuser.frontend.uneven_shards import UnevenShards
+from fuser.frontend.uneven_shards import Reread, SymbolicShards, UnevenShards
 from fuser.ir.binding import (
     Argument,
     Contents,
@@ -76,7 +76,7 @@ from hostir.runtime.inputs import InputBinder
 from hostir.runtime.native_runner import Steady, Surroundings
 from hostir.runtime.plan import Memory, memory_of
 from hostir.runtime.plan_cache import SignatureEntry
-from multidevice.job.agreement import Prepared, RunSignature
+from multidevice.job.agreement import Extents, Prepared, RunSignature
 from multidevice.job.communicator import Communicator, current_communicator, run_agreed
 from multidevice.sharding import queries
 from multidevice.sharding.queries import has_streams, requested_devices
@@ -89,6 +89,11 @@ if TYPE_CHECKING:
 MAX_SIGNATURES = 256
 MAX_TURNS = 16
 MAX_BOUND = 64
+# The largest number of versions of a definition with constant extents.
+MAX_VERSIONS = 64
+# The values of symbolic extents; the shapes of the inputs of a call.
+Constants = tuple[tuple[Symbol, int], ...]
+Shapes = tuple[tuple[int, ...], ...]
 # Communicator, options and input class of a program.
 ClassKey = tuple[Communicator, Settings, Hashable]
 # Returns the description of a device's machine, or None.
@@ -128,6 +133,14 @@ class FusionExecutorCache(Watching, Inspection):
         self._params = params
         self._number_of_streams = number_of_streams
         self._identity = object()
+        self._symbolic = SymbolicShards.of(self._defined)
+        # The definition with constants for extents that devices divide unevenly, and the constants
+        # with which the last call on shards of some extents ran.
+        self._versions: Recent[Constants, FusionExecutorCache] = Recent(MAX_VERSIONS)
+        self._resolved: Recent[tuple[Communicator, Shapes], Constants] = Recent(MAX_SIGNATURES)
+        self._signatures: Recent[tuple[int, Shapes], tuple[RunSignature, RunSignature]] = Recent(
+            MAX_SIGNATURES
+        )
         self._binder = InputBinder(fusion)
         self._free = free_inputs(fusion)
         self._settings = options.settings()
@@ -233,9 +246,7 @@ class FusionExecutorCache(Watching, Inspection):
                 _, _, run = self.prepare(inputs, device, _enable_options, _disable_options)
                 return run()
             if self.devices:
-                given = inputs, device, _enable_options, _disable_options
-                instance = Communicator.instance()
-                return run_agreed(instance, self.devices, partial(self.prepare, *given))
+                return self._agree(inputs, device, _enable_options, _disable_options)
             inputs = self._read(inputs)
             inputs = inputs if self._draws is None else self._draws.take(inputs, device)
         # A profiler needs a range for each op, which the compiled runner does not record.
@@ -265,9 +276,11 @@ class FusionExecutorCache(Watching, Inspection):
             given = inputs, device, _enable_options, _disable_options
             if not self.devices:
                 return self._run(*self._find(communicator, *given))
-            return run_agreed(communicator, self.devices, partial(self.prepare, *given))
+            return self._agree(*given)
         if self.devices and (channel := communicator.channel(self.devices)) is not None:
-            return channel.run(partial(call.prepare, inputs, places))
+            given = inputs, device, _enable_options, _disable_options
+            resolve = None if self._symbolic is None else partial(self.resolve, given)
+            return channel.run(partial(call.prepare, inputs, places), resolve)
         outputs = call.bound.evaluator.run_entry(call.known, inputs, places)  # pyright: ignore[reportArgumentType]
         call.runs_left -= 1
         if not call.runs_left:
@@ -364,6 +377,101 @@ class FusionExecutorCache(Watching, Inspection):
         self._ran = call
         if self._recent.get(call.communicator) is not call.bound:  # to set it takes a lock
             self._recent[call.communicator] = call.bound
+
+    # -- with shards of unequal extents
+    def _agree(self, *given: Any) -> list[torch.Tensor]:
+        """Runs a call, with the arguments `given` of `prepare`, once all ranks agree on it."""
+        given = Reread.of(given[0]), *given[1:]
+        prepare, resolve = partial(self.prepare_call, *given), partial(self.resolve, given)
+        return run_agreed(Communicator.instance(), self.devices, prepare, resolve)
+
+    def prepare_call(self, inputs: Iterable[object], *others: Any) -> Prepared[list[torch.Tensor]]:
+        """Prepares a run as `prepare` does, on shards that may have other extents on other ranks.
+
+        If shards of these extents have run before, they are taken to be shards of the same tensors
+        again; at first, all ranks are taken to have shards of equal extents. If this is wrong,
+        `Channel.run` calls `resolve`. If it makes the call an error, ranks first exchange extents.
+        """
+        symbolic = self._symbolic
+        if symbolic is None:
+            return self.prepare(inputs, *others)
+        flat = flatten(inputs, declared=self._defined.inputs)
+        given = flat, *others
+        constants = self._resolved.get((Communicator.instance(), _shapes(flat)))
+        if constants:
+            return self._prepare_version(symbolic, constants, given)
+        try:
+            return self.prepare(*given)
+        except FuserError as error:
+            is_checked = Communicator.instance().size() in self._worlds
+            if not (is_checked and symbolic.fits(flat)):
+                raise
+            return self._open_signature(symbolic, flat), (), partial(_raise, error)
+
+    def _open_signature(self, symbolic: SymbolicShards, flat: Sequence[Argument]) -> RunSignature:
+        """Returns a run signature by which ranks only exchange the extents of their shards."""
+        text, ops = self._compared_fusion
+        found = run_signature_of(
+            (text, "// the run depends on the extents on other ranks"),
+            self._names,
+            flat,
+            {},
+            declared=self._defined.inputs,
+            ops=ops,
+        )
+        return replace(found, cut=symbolic.cut, is_open=True)
+
+    def resolve(self, given: Sequence[Any], extents: Extents) -> Prepared[list[torch.Tensor]]:
+        """Prepares a run on shards that have the extents `extents` on the ranks of the program.
+
+        `given` are the arguments of `prepare_call`.
+        """
+        symbolic, communicator = self._symbolic, Communicator.instance()
+        assert symbolic is not None, "only these definitions have shards of unequal extents"
+        inputs, *others = given
+        flat = flatten(inputs, declared=self._defined.inputs)
+        constants = tuple(symbolic.constants(extents, self.devices).items())
+        key = communicator, _shapes(flat)
+        if not constants:
+            self._resolved[key] = ()
+            return self.prepare(flat, *others)
+        self._resolved[key] = constants
+        return self._prepare_version(symbolic, constants, (flat, *others))
+
+    def _prepare_version(
+        self, symbolic: SymbolicShards, constants: Constants, given: Any
+    ) -> Prepared[list[torch.Tensor]]:
+        """Prepares a call of the definition in which some extents are `constants`."""
+        version = self._versions.recall(constants)
+        if version is None:
+            version = self._versions[constants] = FusionExecutorCache(
+                symbolic.version(dict(constants)),
+                self._fusion_id,
+                self._auto_schedule,
+                params=self._params,
+                number_of_streams=self._number_of_streams,
+            )
+        of_version, numbers, run = version.prepare(*given)
+        shapes, communicator = _shapes(given[0]), Communicator.instance()
+        known = self._signatures.get((id(of_version), shapes))
+        if known is None or known[0] is not of_version:
+            text, ops = self._compared_fusion
+            signature = replace(
+                of_version,
+                parts=(text, *of_version.parts[1:], f"// constants: {constants}"),
+                passed=(*shapes, *(sizes for _, sizes in of_version.inputs[len(shapes) :])),
+                ops=ops,
+                cut=symbolic.cut,
+            )
+            known = self._signatures[id(of_version), shapes] = of_version, signature
+
+        def run_version() -> list[torch.Tensor]:
+            outputs = run()
+            self._latest = self._steady = None
+            self._recent[communicator] = version._recent[communicator]
+            return outputs
+
+        return known[1], numbers, run_version
 
     def prepare(
         self,
@@ -583,6 +691,8 @@ class FusionExecutorCache(Watching, Inspection):
             ops=ops,
             fixed=3,
         )
+        if self._symbolic is not None:
+            run_signature = replace(run_signature, cut=self._symbolic.cut)
         return bound, run_signature, known
 
     def _bind(
@@ -817,6 +927,14 @@ def _with_notes(report: str, program: HostIrContainer) -> str:
     changes of input shardings that would save work.
     """
     return "\n".join((report, *(f"note: {note}" for note in sliced_inputs(program))))
+
+
+def _shapes(inputs: Iterable[object]) -> Shapes:
+    return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else () for x in inputs)
+
+
+def _raise(error: FuserError) -> NoReturn:
+    raise error
 
 
 _SURROUNDINGS = Surroundings(current_communicator, options.NONE)

@@ -7,21 +7,30 @@ shard that a caller passes is padded with zeros; a result is cut to the elements
 stores. Ranks with full blocks pass and get their tensors without a copy.
 
     x [7] over 2 devices:   rank 0 passes 4 elements, and rank 1 passes 3, which are padded to 4
+
+A rank cannot compute a symbolic extent from its own shard if devices may divide the extent
+unevenly. The ranks exchange the extents of their shards (`multidevice.job.agreement`), and run a
+version of the definition in which the extent is constant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 
 import torch
 
-from fuser.ir.binding import Argument
+from fuser.ir.binding import Argument, Values, complete
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.naming import in_ir, tensor_words
+from fuser.ir.scalar.constructors import Symbol, const, evaluate, symbols
+from fuser.ir.types import DEVICE_TYPES
+from fuser.passes.concretize import replace_scalars
 from fuser.support.errors import InputError, user_code
 from fuser.support.inputs import flatten
 from hostir.ir.shard_layout import allocated_strides, spanned, write
-from multidevice.sharding.placement import cut_line
+from multidevice.job.agreement import Extents
+from multidevice.sharding.placement import Cut, axis_cuts, cut_line, placement, spread_axes
 from multidevice.sharding.queries import Sharding, UnevenAxis, uneven_axes, uneven_positions
 
 
@@ -72,6 +81,152 @@ class UnevenShards:
         `shardings` are those of the outputs. The results are dense, in the same memory order.
         """
         return [_cut(out, sharding, rank) for out, sharding in zip(outputs, shardings, strict=True)]
+
+
+class Reread:
+    """The items of an iterator, which can be read several times.
+
+    The first reading takes them from the iterator, and raises its errors.
+    """
+
+    def __init__(self, source: Iterator[object]) -> None:
+        self._source = source
+        self._items: list[object] | None = None
+
+    def __iter__(self) -> Iterator[object]:
+        if self._items is None:
+            self._items = [*self._source]
+        return iter(self._items)
+
+    @staticmethod
+    def of(inputs: Iterable[object]) -> Iterable[object]:
+        """Returns `inputs`, or its items if `inputs` can be read only once."""
+        return Reread(inputs) if isinstance(inputs, Iterator) else inputs
+
+
+class SymbolicShards:
+    """The symbolic extents of a definition along which ranks may pass shards of unequal sizes.
+
+    A rank cannot compute such an extent from its own shard. `constants` computes the extents from
+    those of all ranks, and `version` is the definition with these extents as constants.
+
+    `cut` has these axes: for the position of an input, the positions of its axes.
+    """
+
+    def __init__(self, fusion: Fusion, cut: Mapping[int, Mapping[int, Cut]]) -> None:
+        self._fusion, self._cut = fusion, cut
+        self.cut = {i: tuple(axes) for i, axes in cut.items()}
+
+    @staticmethod
+    def of(fusion: Fusion) -> SymbolicShards | None:
+        """Returns the symbolic extents that devices divide; None if there are none."""
+        cut: dict[int, dict[int, Cut]] = {}
+        for i, tv in enumerate(fusion.inputs):
+            if not isinstance(tv, TensorView) or any(a.is_stream for a in spread_axes(tv)):
+                continue
+            axes = zip(tv.domain.no_reductions, placement(tv, DEVICE_TYPES), strict=True)
+            found = {
+                p: cuts[0]
+                for p, (axis, cuts) in enumerate(axes)
+                if len(cuts) == 1 and isinstance(fusion.canonical(axis.size), Symbol)
+            }
+            if found:
+                cut[i] = found
+        is_divided = any(
+            any(symbols(fusion.canonical(tv.domain.axes[n].size)))
+            for tv in fusion.tensors()
+            for n in axis_cuts(tv, DEVICE_TYPES)
+        )
+        return SymbolicShards(fusion, cut) if is_divided else None
+
+    def constants(self, extents: Extents, team: Sequence[int]) -> dict[Symbol, int]:
+        """Returns the extents that devices divide unevenly, from the extents of all shards.
+
+        `extents` has the extents of each input on each rank of `team`. The result is empty if
+        devices divide all extents evenly, or if inputs contradict each other, which later checks
+        report.
+
+        Raises:
+            InputError: the shards are not the blocks into which devices divide an axis.
+        """
+        values: Values = {}
+        for i, tv in enumerate(self._fusion.inputs):
+            if not isinstance(tv, TensorView):
+                continue
+            cuts, axes = self._cut.get(i, {}), placement(tv, DEVICE_TYPES)
+            for p, size in enumerate(extents[0][i]):
+                extent = self._fusion.canonical(tv.domain.no_reductions[p].size)
+                if not isinstance(extent, Symbol):
+                    continue
+                whole = size * prod(cut.devices for cut in axes[p])
+                if p in cuts:
+                    sizes = {rank: given[i][p] for rank, given in zip(team, extents, strict=True)}
+                    whole = _whole_extent(tv, p, cuts[p], sizes)
+                if values.setdefault(extent, whole) != whole:
+                    return {}
+        complete(self._fusion, values)
+        found: dict[Symbol, int] = {}
+        for tv in self._fusion.tensors():
+            for number, cuts in axis_cuts(tv, DEVICE_TYPES).items():
+                extent = self._fusion.canonical(tv.domain.axes[number].size)
+                names = symbols(extent)
+                if all(s in values for s in names):
+                    whole = int(evaluate(extent, values))
+                    if whole % prod(cut.devices for cut in cuts):
+                        found.update((s, int(values[s])) for s in names)
+        return found
+
+    def fits(self, inputs: Sequence[object]) -> bool:
+        """Returns whether `inputs` have the kinds and numbers of axes of the definition."""
+        declared = self._fusion.inputs
+        return len(inputs) == len(declared) and all(
+            (x.dim() if isinstance(x, torch.Tensor) else None)
+            == (tv.ndim if isinstance(tv, TensorView) else None)
+            for x, tv in zip(inputs, declared, strict=True)
+        )
+
+    def version(self, constants: Mapping[Symbol, int]) -> Fusion:
+        """Returns a copy of the definition in which symbols have the values `constants`."""
+        canonical = self._fusion.canonical
+        sizes = [a.size for tv in self._fusion.tensors() for a in tv.domain.axes.values()]
+        names = {s for size in sizes for s in symbols(size)}
+        known = {s: canonical(s) for s in names}
+        fusion, _ = self._fusion.copy()
+        replace_scalars(
+            fusion,
+            {
+                s: const(constants[to])
+                for s, to in known.items()
+                if isinstance(to, Symbol) and to in constants
+            },
+        )
+        return fusion
+
+
+def _whole_extent(tv: TensorView, position: int, cut: Cut, sizes: Mapping[int, int]) -> int:
+    """Returns the extent of an axis whose shards have the extents `sizes`, by rank.
+
+    `cut` divides the axis of `tv` at `position`. Raises `InputError` if the shards are not blocks
+    of one size, of which the last ones are shorter or empty.
+    """
+    mesh, blocks = tv.mesh, [-1] * cut.devices
+    assert mesh is not None, f"{tv} is sharded without a mesh"
+    is_equal = True
+    for rank in mesh.devices:
+        coordinate = mesh.coordinate(rank, cut.ptype)
+        is_equal = is_equal and blocks[coordinate] in (-1, sizes[rank])
+        blocks[coordinate] = sizes[rank]
+    axis = UnevenAxis(sum(blocks), cut.devices, cut.ptype)
+    if not is_equal or blocks != [axis.block_at(k)[1] for k in range(cut.devices)]:
+        shown = ", ".join(f"{sizes[rank]} on rank {rank}" for rank in mesh.devices)
+        raise InputError(
+            f"{tensor_words(tv)} has shards of unequal extents along axis {position}: {shown}. "
+            f"{cut.devices} ranks divide an axis of N elements into blocks of ceil(N / "
+            f"{cut.devices}), of which the last ones are shorter or empty; "
+            "multidevice.shard_tensor(whole, tv) cuts such shards"
+            f"{user_code(cut_line(tv, cut.ptype))}{in_ir(tv)}"
+        )
+    return axis.extent
 
 
 def _padded(

@@ -22,7 +22,7 @@ import json
 import re
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -90,6 +90,12 @@ class RunSignature:
     - `traits`: for each input, other properties (such as strides) that the parts may depend on.
       Ranks may differ in these properties as long as their parts are equal.
     - `whole`: the names of inputs that are not divided over devices.
+    - `cut`: for the positions of some inputs, the axes along which ranks may pass shards of unequal
+      extents. `Channel.run` then calls `resolve`.
+    - `passed`: the extents of the tensors that the caller passed, if the signature describes a run
+      on other tensors; else ().
+    - `is_open`: whether the signature describes no run yet, because the run depends on the extents
+      that other ranks pass.
     """
 
     parts: tuple[str, ...]
@@ -100,6 +106,20 @@ class RunSignature:
     fixed: int = 1
     traits: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = field(default=(), compare=False)
     whole: Sequence[str] = field(default=(), compare=False)
+    cut: Mapping[int, Collection[int]] = field(
+        default_factory=dict[int, Collection[int]], compare=False
+    )
+    passed: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
+    is_open: bool = False
+
+    @property
+    def extents(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The name of each input, and the extents of the tensor that the caller passed."""
+        if not self.passed:
+            return self.inputs
+        return tuple(
+            (name, given) for (name, _), given in zip(self.inputs, self.passed, strict=True)
+        )
 
     @cached_property
     def digest(self) -> bytes:
@@ -133,6 +153,18 @@ class RunSignature:
         The class never equals GAVE_UP or _EXCHANGE, which have other meanings in a token.
         """
         return int.from_bytes(self.digest[:6], "little") | 2
+
+
+# The extents of the inputs that each rank of a team passes: rank -> input -> axis -> extent.
+Extents = Sequence[Sequence[Sequence[int]]]
+
+
+class _UnevenExtents(Exception):
+    """Ends an exchange in which ranks have passed shards of unequal extents, on all ranks."""
+
+    def __init__(self, extents: Extents) -> None:
+        super().__init__()
+        self.extents = extents
 
 
 # The result of `prepare`: the signature, the numbers that may change from call to call, and a
@@ -232,13 +264,18 @@ class Channel:
             self._tokens = CallTokens(self._control, self._team, page, self._key, self._what)
         self._is_connected = True
 
-    def run(self, prepare: Callable[[], Prepared[T]]) -> T:
+    def run(
+        self,
+        prepare: Callable[[], Prepared[T]],
+        resolve: Callable[[Extents], Prepared[T]] | None = None,
+    ) -> T:
         """Prepares a call of a program, and runs the call once all ranks of the team agree on the
         program.
 
         `prepare` returns the description of the program, the values of scalar inputs that may
-        change from call to call, and a function that runs the call. Raises the errors of
-        `run_agreed`.
+        change from call to call, and a function that runs the call. If ranks pass shards of unequal
+        extents along axes that the signature names as `cut`, all ranks call `resolve` with the
+        extents of all ranks, and agree on its result instead. Raises the errors of `run_agreed`.
         """
         turns = self._turns
         is_late = turns.take()
@@ -254,7 +291,15 @@ class Channel:
             if turns.latecomer:
                 self._refuse_threads(turns.latecomer)
             try:
-                self.enter(signature, numbers)
+                try:
+                    self.enter(signature, numbers, is_final=resolve is None)
+                except _UnevenExtents as found:
+                    assert resolve is not None
+                    try:
+                        signature, numbers, run = resolve(found.extents)
+                    except BaseException as error:
+                        self.refuse(error)
+                    self.enter(signature, numbers)
                 result = run()
                 if turns.latecomer:
                     raise _threads_error(_pair(turns.latecomer))
@@ -277,12 +322,15 @@ class Channel:
         finally:
             self._threads = ""
 
-    def enter(self, signature: RunSignature, numbers: tuple[object, ...]) -> None:
+    def enter(
+        self, signature: RunSignature, numbers: tuple[object, ...], *, is_final: bool = True
+    ) -> None:
         """Waits until all ranks of the team are about to run the program that `signature`
         describes, with equal `numbers`.
 
         `numbers` are the values of scalar inputs that are not part of the signature, because they
-        may change from call to call. Raises the errors of `run_agreed`.
+        may change from call to call. If `is_final` is False, shards of unequal extents along `cut`
+        axes raise `_UnevenExtents`. Raises the errors of `run_agreed`.
         """
         kind = signature.kind
         if kind in self._known and not self._is_doubtful:
@@ -296,7 +344,7 @@ class Channel:
                 self._say_exchange(signature)
         else:
             self._say_exchange(signature)
-        while not self._exchange(signature, numbers, None):
+        while not self._exchange(signature, numbers, None, is_final=is_final):
             self._say_exchange(signature)
         if len(self._known) >= _KNOWN_LIMIT:
             self._known.clear()
@@ -397,6 +445,8 @@ class Channel:
         signature: RunSignature | None,
         numbers: tuple[object, ...],
         error: BaseException | None,
+        *,
+        is_final: bool = True,
     ) -> bool:
         """Exchanges descriptions of the runs with the other ranks; raises an error if the ranks do
         not agree.
@@ -416,7 +466,8 @@ class Channel:
             "definition": ("", "")
             if signature is None
             else (signature.definition, signature.definition_text()),
-            "inputs": () if signature is None else signature.inputs,
+            "inputs": () if signature is None else signature.extents,
+            "open": signature is not None and (signature.is_open or bool(signature.passed)),
             "fixed": [] if signature is None else signature.parts[: signature.fixed][1:],
             "traits": () if signature is None else signature.traits,
             "numbers": []
@@ -442,7 +493,10 @@ class Channel:
         if len(failed) == len(self._team):
             out_of_step = ""
         try:
-            is_last = self._compare(statements, signature, error, out_of_step)
+            is_last = self._compare(statements, signature, error, out_of_step, is_final=is_final)
+        except _UnevenExtents:
+            self._settle()
+            raise
         except BaseException as found:
             self._is_agreed = found is error or _is_equal_on_all(found)
             if self._is_agreed:
@@ -465,6 +519,8 @@ class Channel:
         signature: RunSignature | None,
         error: BaseException | None,
         out_of_step: str,
+        *,
+        is_final: bool,
     ) -> bool:
         """Compares the descriptions that all ranks have sent of their runs; raises an error if the
         ranks do not agree.
@@ -495,9 +551,15 @@ class Channel:
         self._check_definitions(
             [(d, text) for d, text in (s["definition"] for s in statements)], signature
         )
-        # All ranks must pass equal local extents; otherwise the global extents would be needed,
-        # too.
-        self._check_inputs([s["inputs"] for s in statements], signature.whole)
+        inputs, is_equal = [s["inputs"] for s in statements], _are_equal(statements, "digest")
+        may_differ: Mapping[int, Collection[int]] = {}
+        if not is_final or signature.passed:
+            may_differ = signature.cut
+        self._check_inputs(inputs, signature.whole, may_differ)
+        is_open = signature.is_open or any(s["open"] for s in statements)
+        differ = is_open or not _are_equal(statements, "inputs")
+        if not is_final and (signature.is_open or (differ and not is_equal)):
+            raise _UnevenExtents([[sizes for _, sizes in given] for given in inputs])
         self._check_numbers([s["numbers"] for s in statements])
         if len({s["digest"] for s in statements}) > 1:
             is_of_inputs = all(s["fixed"] == statements[0]["fixed"] for s in statements)
@@ -604,10 +666,22 @@ class Channel:
                 stream=SIGNATURES,
             )
 
-    def _check_inputs(self, inputs: Sequence[list[Any]], whole: Sequence[str]) -> None:
+    def _check_inputs(
+        self,
+        inputs: Sequence[list[Any]],
+        whole: Sequence[str],
+        may_differ: Mapping[int, Collection[int]],
+    ) -> None:
+        """Raises `InputError` if ranks pass different extents, except along the axes `may_differ`.
+
+        `inputs` has the names and extents of each rank's inputs. `whole` has the names of inputs
+        that are not divided over devices.
+        """
         for position, (name, sizes) in enumerate(inputs[0]):
             given = [one[position][1] if position < len(one) else None for one in inputs]
             for axis, extent in enumerate(sizes):
+                if axis in may_differ.get(position, ()):
+                    continue
                 found = [s[axis] if s is not None and axis < len(s) else None for s in given]
                 if any(e is not None and e != extent for e in found):
                     rule = (
@@ -629,6 +703,10 @@ class Channel:
                     f"{name} is {found}, but all ranks must pass the same number (in "
                     f"{self._what(self._number)})"
                 )
+
+
+def _are_equal(statements: Sequence[dict[str, Any]], key: str) -> bool:
+    return all(statement[key] == statements[0][key] for statement in statements)
 
 
 def _is_equal_on_all(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from multidevice.coordination.bounded_wait import Team
 from multidevice.coordination.control_channel import OF_USERS, Control, LocalControl
 from multidevice.coordination.launcher import ALONE, LauncherInfo, read_launch
 from multidevice.job import early_abort
-from multidevice.job.agreement import Channel, Prepared, Turns
+from multidevice.job.agreement import Channel, Extents, Prepared, Turns
 from multidevice.job.failure_guard import Guard, start_monitor
 from multidevice.transports.base.protocol import Backend, PeerMemory
 
@@ -352,12 +352,18 @@ def _connect(launch: LauncherInfo) -> Communicator:
     return communicator
 
 
-def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], Prepared[T]]) -> T:
+def run_agreed(
+    communicator: Communicator,
+    devices: Team,
+    prepare: Callable[[], Prepared[T]],
+    resolve: Callable[[Extents], Prepared[T]] | None = None,
+) -> T:
     """Prepares a call on every rank in `devices`, and runs it once the ranks agree on the program.
 
     `prepare` returns the run signature (a description of the program), the numbers that may change
     between calls, and a function that runs the call. If `prepare` raises an error on one rank,
-    every rank raises an error before anything is communicated.
+    every rank raises an error before anything is communicated. If ranks pass shards of unequal
+    extents, `resolve` prepares the call instead, from the extents of all ranks.
 
     The calls of a rank have an order, and the other ranks must make their calls in the same order.
     Calls from two threads of one rank have no order. If a thread calls while another thread is in a
@@ -373,4 +379,4 @@ def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], 
         DeadlockError: ranks wait for each other in calls of different teams.
     """
     channel = communicator.channel(devices)
-    return prepare()[2]() if channel is None else channel.run(prepare)
+    return prepare()[2]() if channel is None else channel.run(prepare, resolve)

@@ -63,8 +63,7 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) ->
     Raises:
         ArgumentError: an argument has the wrong type, or the two arguments are swapped.
         ShardingError: `tv` has no mesh, `tv` is a result without a placement of its own, `tensor`
-            has another number of dimensions than `tv`, or the mesh does not divide an extent that
-            `tv` declares as symbolic.
+            has another number of dimensions than `tv`, or an axis cannot be divided unevenly.
         UnsupportedError: the axis that is divided over devices is the result of a merge of axes, or
             the tensor is computed in steps, and memory holds only the part of one step at a time.
     """
@@ -239,14 +238,13 @@ def _split_view(
 def _uneven_axis(size: int, split: SplitTransform, tv: TensorView) -> UnevenAxis | None:
     """Returns how devices divide an axis of `size` elements into unequal blocks by `split`.
 
-    Returns None if the blocks are equal, or if the program does not accept such blocks: the axis
-    has a symbolic extent, or is divided further.
+    Returns None if the blocks are equal, or if no program accepts such blocks: the axis has one
+    element, or is divided further.
     """
     domain, devices = tv.domain, sc.int_value(split.factor)
     outer = domain.axes[split.outer]
     is_alone = split.inp in domain.logical_numbers and split.inner in domain.loop_numbers
-    is_known = sc.int_value(tv.fusion.canonical(domain.axes[split.inp].size)) is not None
-    if devices is None or size % devices == 0 or split.inner_split or not (is_alone and is_known):
+    if devices is None or size % devices == 0 or size == 1 or split.inner_split or not is_alone:
         return None
     is_over_devices = tv.mesh is not None and tv.mesh.dim_of(outer.ptype) is not None
     if not is_over_devices or outer.number not in domain.loop_numbers:

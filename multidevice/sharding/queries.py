@@ -93,7 +93,8 @@ def uneven_axes(tv: TensorView) -> dict[int, UnevenAxis]:
 
     Maps the numbers of logical axes to how they are divided. Reduction axes are included. Axes of
     symbolic extent are left out, and tensors that a stream loop computes, too. Raises
-    `ShardingError` if two mesh dimensions divide an axis, and the blocks would be unequal.
+    `ShardingError` if two mesh dimensions divide an axis, and the blocks would be unequal, or if
+    the axis has one element.
     """
     found: dict[int, UnevenAxis] = {}
     if any(axis.is_stream for axis in spread_axes(tv)):
@@ -103,16 +104,21 @@ def uneven_axes(tv: TensorView) -> dict[int, UnevenAxis]:
         devices = prod(cut.devices for cut in cuts)
         if extent is None or extent % devices == 0 or any(cut.whole for cut in cuts):
             continue
+        axis = tv.domain.axes[number]
+        if extent == 1:
+            raise ShardingError(
+                f"{axis_words(tv, axis)} has one element, which ops repeat, so {devices} devices "
+                f"of {tv.mesh} cannot divide it: use Replicate()"
+                f"{user_code(cut_line(tv, cuts[-1].ptype))}{in_ir(axis, tv)}"
+            )
         if len(cuts) > 1:
-            axis = tv.domain.axes[number]
             raise ShardingError(
                 f"{axis_words(tv, axis)} has {extent} elements, which {devices} devices along "
                 f"{len(cuts)} dimensions of {tv.mesh} cannot divide into equal shards"
                 f"{padding_words(extent, devices)}, or divide the axis along one mesh dimension"
                 f"{user_code(cut_line(tv, cuts[-1].ptype))}{in_ir(axis, tv)}"
             )
-        (cut,) = cuts
-        found[number] = UnevenAxis(extent, devices, cut.ptype)
+        found[number] = UnevenAxis(extent, devices, next(cut.ptype for cut in cuts))
     return found
 
 

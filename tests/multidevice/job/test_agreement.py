@@ -260,15 +260,14 @@ def test_calls_that_are_swapped_or_left_out_name_the_call_and_both_definitions(
         assert at == "which differ at op 1:"
 
 
-def test_extents_that_differ_name_the_call() -> None:
+def test_extents_that_differ_name_the_ranks() -> None:
     def act(rank: int) -> list[str]:
         fd = definition("exp")
-        return [outcome(fd, rows) for rows in ((2, 3, 2) if rank else (2, 4, 2))]
+        return [outcome(fd, rows) for rows in ((2, 4, 2) if rank else (2, 3, 2))]
 
     for found in on_ranks(act):
         assert found[0] == found[2] == "4 rows"
-        assert "has extent 4 on ranks (0) and 3 on ranks (1) on axis 0" in found[1]
-        assert "(in call 1 of the programs of team (0 1))" in found[1]
+        assert "unequal extents along axis 0: 3 on rank 0, 4 on rank 1" in found[1]
 
 
 def test_extents_of_a_replicated_input_that_differ_are_no_shards() -> None:
@@ -289,8 +288,8 @@ def test_extents_of_a_replicated_input_that_differ_are_no_shards() -> None:
     for of_whole, of_shards in on_ranks(act):
         assert "has extent 3 on ranks (0) and 4 on ranks (1) on axis 1" in of_whole
         assert "an input that no device axis cuts" in of_whole and "shards" not in of_whole
-        assert "has extent 4 on ranks (0) and 5 on ranks (1) on axis 0" in of_shards
-        assert "all shards of a tensor" in of_shards and "cuts must be" not in of_shards
+        assert "unequal extents along axis 0: 4 on rank 0, 5 on rank 1" in of_shards
+        assert "blocks of ceil(N / 2)" in of_shards and "cuts must be" not in of_shards
 
 
 # ------------------------------------------------------------------ inputs that lie otherwise

@@ -94,8 +94,9 @@ def test_errors_name_tensor_extent_and_mesh() -> None:
         shard_for_rank(torch.zeros(4), tv, 0)
     tv.set_device_mesh(mesh(2))
     shard_axis(tv, 0, 2)
-    with pytest.raises(ShardingError, match=r"extent 5 of axis 0 of input 0 .*DeviceMesh\{0 1\}"):
-        shard_for_rank(torch.zeros(5), tv, 0)
+    with pytest.raises(ShardingError, match=r"extent 1 of axis 0 of input 0 .*DeviceMesh\{0 1\}"):
+        shard_for_rank(torch.zeros(1), tv, 0)
+    assert [shard_for_rank(torch.zeros(5), tv, rank).numel() for rank in (0, 1)] == [3, 2]
     with pytest.raises(ShardingError, match="1 axis, but the tensor has shape"):
         shard_for_rank(torch.zeros(4, 4), tv, 0)
 
