@@ -56,7 +56,9 @@ class Job(Protocol):
     runs."""
 
     def rank(self) -> int:
-        """Returns the rank of this process, whose dumps have its number."""
+        """Returns the rank of this process: its number in the job. Dumps that are written to files
+        have the number in their names.
+        """
         ...
 
     def size(self) -> int:

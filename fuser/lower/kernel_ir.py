@@ -296,7 +296,7 @@ class Body:
 class For:
     """A loop over `symbol` from 0 to `extent - 1`, or in the opposite order if `backward` is set.
 
-    `pragma` is the C macro in front of the loop in the kernel's text, or "" for no macro. `unroll`
+    `pragma` is the C macro before the loop in the kernel's text, or "" for no macro. `unroll`
     says that the compiler must unroll the loop.
     """
 

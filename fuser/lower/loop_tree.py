@@ -493,9 +493,7 @@ class _Nests:
 
 
 def _leading(axes: Sequence[IterDomain]) -> int:
-    """Returns the number of axes in front of the first reduction axis; all axes if none is
-    reduced.
-    """
+    """Returns the number of axes before the first reduction axis; all axes if none is reduced."""
     return next((k for k, a in enumerate(axes) if a.is_reduction()), len(axes))
 
 
@@ -629,7 +627,7 @@ def loop_tree(nesting: Nesting) -> list[Node]:
     """Returns the tree of the loops that stages share, with the stages as leaves. A stage is an op
     whose result is stored.
 
-    At every level, producers are in front of their consumers.
+    At every level, producers come before their consumers.
     """
     return _order(nesting.stages, 0)
 

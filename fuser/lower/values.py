@@ -165,8 +165,8 @@ def _name_place(
 
 # ------------------------------------------------------------------ out of loops
 def lift_lookup_indices(body: Body) -> None:
-    """Moves the computations of lookup indices in front of a loop, in place, if no iteration of the
-    loop changes the index.
+    """Moves the computation of a lookup index out of a loop, to a place before the loop, if no
+    iteration changes the index. The body is changed in place.
 
     Table reads inside the loop can then become vector loads, and no iteration has to load a lookup
     index first.
@@ -205,7 +205,7 @@ def _lifted(loop: For) -> list[Statement]:
 
 def _changed(loop: For) -> set[str]:
     """Returns the names of all variables that an iteration of the loop defines or writes.
-    Statements that read them cannot be moved in front of the loop.
+    Statements that read them cannot be moved out of the loop, to a place before it.
     """
     return {loop.symbol.name, *(name for s in walk(loop.body) for name in _written(s))}
 

@@ -113,12 +113,16 @@ class ValGraph:
         }
 
     def disjoint_val_sets(self) -> DisjointValSets:
-        """Returns the sets of mapped axes. Later calls of `map_vals` change these sets."""
+        """Returns the sets of axes that are mapped to each other (that correspond to each other).
+
+        The result is no copy: later calls of `map_vals` change its sets.
+        """
         return DisjointValSets(self)
 
     @checked
     def map_vals(self, val0: Axis, val1: Axis) -> None:
-        """Maps two axes to each other, and also the results of equal splits and merges of both.
+        """Maps two axes to each other: declares that they correspond. Also maps the results of
+        equal splits and merges of both.
 
         Raises:
             DefinitionError: an axis is not in the graph.
@@ -128,11 +132,13 @@ class ValGraph:
         self._graph.join(val0, val1)
 
     def are_mapped(self, a: Axis, b: Axis) -> bool:
-        """Returns whether two axes of the graph are mapped."""
+        """Returns whether the graph maps two axes to each other, that is, treats them as
+        corresponding.
+        """
         return self._graph.mapped(a, b)
 
     def sets(self) -> list[tuple[str, ...]]:
-        """Returns the sets of mapped axes.
+        """Returns the sets of axes that are mapped to each other (that correspond to each other).
 
         Each set has the names of its axes, in the order of their numbers.
         """
@@ -156,7 +162,7 @@ class ValGraph:
 
 
 class DisjointValSets:
-    """The sets of mapped axes of one graph."""
+    """The sets of axes that one graph maps to each other, that is, treats as corresponding."""
 
     def __init__(self, graph: ValGraph) -> None:
         self._graph = graph

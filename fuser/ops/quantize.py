@@ -237,8 +237,11 @@ def _scales(largest: TensorView) -> TensorView:
 
 # ------------------------------------------------------------------ tiles
 def _tiled(scales: TensorView) -> TensorView:
-    """Returns the scales [m, k] of a quantized matrix in tiles of 128 rows and 4 columns, as matrix
-    products read them, with zeros as padding.
+    """Returns the scales [m, k] of a quantized matrix in the layout in which matrix products read
+    them.
+
+    The layout consists of tiles of 128 rows and 4 columns. Bits of 0 fill the rest of tiles that
+    are not full.
     """
     m, k = scales.shape()
     rows, columns = whole_tiles(m, TILE_ROWS), whole_tiles(k, TILE_COLUMNS)

@@ -38,7 +38,7 @@ _KINDS = {UnaryOp: ("neg",), BinaryOp: ("add", "sub", "mul")}
 
 
 def look_up_first(fusion: Fusion) -> None:
-    """Moves a lookup in front of elementwise ops that compute its table.
+    """Moves a lookup before the elementwise ops that compute its table.
 
     A generated kernel reads the table of a lookup from memory. A separate kernel would therefore
     compute and write the whole table, although the lookup reads only some elements:
@@ -145,7 +145,7 @@ _ELEMENTWISE = (CastOp, UnaryOp, BinaryOp, LoadStoreOp)
 
 
 def view_first(fusion: Fusion) -> None:
-    """Moves a reshape that a reduction reads in front of elementwise ops on an input.
+    """Moves reshapes before the elementwise ops on an input, if a reduction reads the result.
 
     Reshaping an input costs nothing, because the result is a view (`view_ops.py`). If the reshape
     comes after a cast, the axes of the reduction are not axes of the input. A schedule then knows

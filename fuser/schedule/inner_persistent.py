@@ -314,9 +314,9 @@ def _apply_threads(
 def _is_wide(view: RowView, params: InnerPersistentParams, access: Access) -> bool:
     """Returns whether a tensor is accessed in vectors.
 
-    With `params.shifted`, each row is read from the aligned address in front of the row. A tensor
-    without all axes, such as a weight, is then read element by element, because its vectors would
-    not be aligned.
+    With `params.shifted`, the read of each row begins at an aligned address, at or before the row's
+    first element. A tensor without all axes, such as a weight, is then read element by element,
+    because its vectors would not be aligned.
     """
     is_candidate = params.vector > 1 and access.is_vector_candidate(view.innermost)
     return is_candidate and (not params.shifted or access.tv in view.full)
@@ -464,7 +464,7 @@ def _finish(
 
     - `shared`: the number of loops over rows of the first reduction, whose loops the others copy.
     - `kept`: the tensors that registers hold over a whole row.
-    - `ahead`: the copies of inputs that are loaded in front of their uses.
+    - `ahead`: the copies of inputs that are loaded into registers before they are used.
     - `inside`: the number of innermost loops that such a copy does not share with its consumers.
     """
     fusion, reference = view.fusion, view.reference

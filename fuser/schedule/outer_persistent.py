@@ -471,8 +471,9 @@ def _shape_loops(view: RowView) -> int:
 def _finish(view: RowView, shared: int, kept: list[TensorView]) -> None:
     """Gives all tensors their loops, and sets how many outer loops each shares with its consumers.
 
-    `shared` is the number of loops over columns (non-reduced axes) of the first reduction, whose
-    loops the others copy. `kept` are the tensors that registers hold.
+    All tensors get loops like those of the first reduction. `shared` is the number of its outermost
+    loops, which run over columns (axes that are not reduced). Reductions and the tensors that
+    registers hold share these loops with their consumers. `kept` are tensors that registers hold.
     """
     fusion, reference = view.fusion, view.reference
     loops, view = Loops(fusion, reference), RowView(fusion)

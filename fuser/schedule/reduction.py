@@ -265,7 +265,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
 
 
 def _is_loaded(space: Space, access: Access) -> bool:
-    """Returns whether an input is loaded into registers in front of its uses, because it has all
+    """Returns whether an input is loaded into registers before it is used. This is so if it has all
     axes.
     """
     return is_direct_input(access) and set(access.order or ()) == set(space.concrete)
@@ -274,11 +274,11 @@ def _is_loaded(space: Space, access: Access) -> bool:
 def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
     """Returns the inputs and outputs that could be accessed in vectors if rows were shifted.
 
-    A shifted row is read from the aligned address in front of the row, so that vectors are aligned
-    even if the row's length is no multiple of a vector. The result has two kinds of tensors: inputs
-    that are loaded in front of their uses, and outputs that are stored in vectors. Returns an empty
-    tuple if some of these tensors have gaps in memory or another memory order, or if the reduced
-    axes are not innermost.
+    The read of a shifted row begins at an aligned address, at or before the row's first element, so
+    that vectors are aligned even if the row's length is no multiple of a vector. The result has two
+    kinds of tensors: inputs that are loaded into registers before they are used, and outputs that
+    are stored in vectors. Returns an empty tuple if some of these tensors have gaps in memory or
+    another memory order, or if the reduced axes are not innermost.
     """
     stored = {a.tv for a in space.vector_candidates(runs.innermost) if a.is_output}
     found = tuple(a for a in space.accesses if a.tv in stored or _is_loaded(space, a))

@@ -534,7 +534,8 @@ class _Tiles:
     ) -> TransposeParams | None:
         """Returns the parameters of a tile, or None if a tile would cost more than it saves.
 
-        `inner`, `other`, `between` and `outer` are the extents of the axes in `TileAxes`.
+        `inner`, `other`, `between` and `outer` are numbers of elements: the products of the extents
+        of the axes in the fields of `TileAxes` with these names.
         """
         extents = (inner, other)
         vectors = [w.of(facts, n) for w, n in zip(self._widths, extents, strict=True)]

@@ -304,9 +304,9 @@ class TrackedBuffer:
         """Returns the elements of `box` (a range of indices along each axis) that no op has
         written, as a list of boxes.
 
-        The positions of some writes do not form a box, so that only their number of elements is
-        known. If these writes may have written all elements that the other writes leave, returns an
-        empty list.
+        For some writes, only the number of written elements is known, because their positions do
+        not form a box. If these writes are so many that they may have filled all other gaps, the
+        result is an empty list.
         """
         cells = [(at, cell) for cells in self.cells.values() for at, cell in cells.items()]
         left = uncovered(box, (at for at, cell in cells if cell.is_written))

@@ -340,8 +340,8 @@ class StreamState(Generic[N]):
         self.current = self.merge(self.find(stream), self.current)
 
     def capture(self, stream: Stream) -> None:
-        """Gives the current stream a name, which `stream` has, such as `S0`. Later ops can refer to
-        the stream by this name.
+        """Gives the current CUDA stream the name of `stream`, such as `S0`. Later ops refer to the
+        CUDA stream by this name.
         """
         before = self.captured.get(stream.name, self._entry)
         self.captured[stream.name] = self.merge(self.current, before)

@@ -75,8 +75,8 @@ def _moves(nbytes: int, machine: Machine) -> Cost:
 
 
 def _grouped_scales(op: GroupedScalesOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of an op that arranges the scales of a grouped product (one matrix product
-    per group of rows) in tiles.
+    """Returns the cost of an op that arranges scales in the tiled layout that a grouped product
+    reads. (A grouped product makes one matrix product per group of rows.)
 
     The cost has three parts: initialising the result, one copy per group into the result, and one
     more pass that rearranges the whole result into tiles.

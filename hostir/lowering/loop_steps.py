@@ -103,8 +103,8 @@ class LoweringState:
 
     @property
     def copies_in_turn(self) -> bool:
-        """Whether the peer copies of a stream loop (its iterations run on different streams) run
-        one after another, although their streams could run them at the same time.
+        """Whether the peer copies of a stream loop run one after another, although the iterations
+        run on different streams, which could make the copies at the same time.
 
         In a peer copy, the receiver copies directly out of the sender's memory. If True, the
         transfer of the next iteration waits for the transfer of this iteration. If an op computes
@@ -126,8 +126,8 @@ class LoweringState:
 
 # ------------------------------------------------------------------ one loop
 def stepping_axis(tv: TensorView) -> StreamAxis:
-    """Returns the stream axis of `tv`, a tensor that a stream loop (its iterations run on different
-    streams) computes. Each iteration of the loop computes one part along this axis. If `tv` has
+    """Returns the stream axis of `tv`, a tensor that a stream loop computes, one part per
+    iteration. The parts divide this axis, and the iterations run on different streams. If `tv` has
     several stream axes, the first is returned.
 
     The caller ensures that `tv` has a stream axis, otherwise an assertion fails.
@@ -307,11 +307,11 @@ def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | No
 
 
 def _all_are_exchanges(ops: Sequence[TensorOp]) -> bool:
-    """Whether every transfer of a stream loop (its iterations run on different streams) is an
-    exchange. `ops` are the ops of the loop. In each iteration of an exchange, each device sends a
-    block to one other device, and no two devices send to the same device.
+    """Whether every transfer of a stream loop is an exchange. `ops` are the ops of the loop, whose
+    iterations run on different streams.
 
-    Returns False if no op of the loop transfers data.
+    In each iteration of an exchange, each device sends a block to one other device, and no two
+    devices send to the same device. Returns False if no op of the loop transfers data.
     """
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     return bool(moves) and all(is_exchange(op) and stepping_axis(op.inp).swizzle for op in moves)
@@ -319,9 +319,12 @@ def _all_are_exchanges(ops: Sequence[TensorOp]) -> bool:
 
 @dataclass(frozen=True)
 class LoopBody:
-    """The ops of one stream loop (its iterations run on different streams) so far: `before` the
-    loop, in each iteration (`steps`), and at the end of each iteration (`last`). The lists grow
-    while the ops of the fusion are lowered.
+    """The ops of one stream loop so far, in lists that grow while the ops of the fusion are
+    lowered. The iterations of a stream loop run on different streams.
+
+    - `before`: the ops before the loop.
+    - `steps`: the ops in each iteration.
+    - `last`: the ops at the end of each iteration.
     """
 
     before: list[Op] = field(default_factory=list[Op])
@@ -331,8 +334,8 @@ class LoopBody:
 
 # ------------------------------------------------------------------ the operands of a step
 class OperandSlicer:
-    """Makes views of operands for one iteration of a stream loop (its iterations run on different
-    streams), and allocates memory for the result of the iteration. A view has the part of the
+    """Makes views of the operands of one iteration of a stream loop, and allocates memory for its
+    result. (The iterations of the loop run on different streams.) A view has the part of the
     operand that the iteration reads.
 
         T1 [istream{3}(i0), i1] = relu( T0 [istream{3}(i0), i1] )
@@ -356,25 +359,26 @@ class OperandSlicer:
 
     # -------------------------------------------------------------- operands
     def operands(self, op: TensorOp) -> list[object]:
-        """Returns the operands that `op` has inside the stream loop (its iterations run on
-        different streams): for each tensor, the part that one iteration uses, or the whole tensor.
+        """Returns the operands that `op` has inside the stream loop, whose iterations run on
+        different streams. For each tensor, this is the part that one iteration uses, or the whole
+        tensor.
         """
         return [
             self.operand(op, k) if isinstance(v, TensorView) else v for k, v in enumerate(op.inputs)
         ]
 
     def operand(self, op: TensorOp, index: int) -> TensorView:
-        """Returns the tensor that one iteration of the stream loop (its iterations run on different
-        streams) reads as an operand of `op`: a part of the operand, or the whole operand. `index`
-        is the number of the operand.
+        """Returns the tensor that one iteration of the stream loop reads as operand number `index`
+        of `op`: a part of the operand, or the whole operand. The iterations run on different
+        streams.
         """
         v = op.inputs[index]
         found = self.part(v) if is_in_step(op, index) else self._program.twins[v]
         return self._without_repeated(op, index, found)
 
     def part(self, tv: TensorView) -> TensorView:
-        """Returns the view of the part of `tv` that one iteration of the stream loop (its
-        iterations run on different streams) uses. The loop divides `tv` into such parts.
+        """Returns a view of a part of `tv`: the part that one iteration of the stream loop uses.
+        The iterations run on different streams.
 
         If each iteration allocates memory for its own part only, the tensor itself is the part, and
         no view is made.
@@ -386,8 +390,9 @@ class OperandSlicer:
         return self._parts[tv]
 
     def slice_whole(self, op: nodes.Reshard) -> None:
-        """Makes the view of the part of an operand that one iteration of the stream loop (its
-        iterations run on different streams) uses. The whole operand is computed before the loop.
+        """Makes a view of a part of an operand: the part that one iteration of the stream loop
+        uses. The iterations run on different streams. The whole operand is computed before the
+        loop.
 
         `op` is a reshard (change of sharding) that moves no data, but only selects the part. Later
         ops in the loop that read the result of `op` read the view instead.
@@ -396,8 +401,8 @@ class OperandSlicer:
         self._wholes[op.out] = op.inp
 
     def whole(self, v: object, op: TensorOp) -> object:
-        """Returns the operand `v` of `op` as a whole tensor, which exists before the stream loop
-        (its iterations run on different streams) and has the parts of all iterations.
+        """Returns the operand `v` of `op` as a whole tensor. It exists before the stream loop, and
+        has the parts of all iterations. The iterations run on different streams.
 
         Raises `UnsupportedError` for a tensor that only the loop computes.
         """
@@ -474,8 +479,8 @@ class OperandSlicer:
         return source
 
     def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
-        """Returns a view of the part of `source` that the current iteration of the stream loop (its
-        iterations run on different streams) uses.
+        """Returns a view of a part of `source`: the part that the current iteration of the stream
+        loop uses. The iterations run on different streams.
 
         `source` is the tensor of the host program that stores the values of `tv`, a tensor of the
         fusion. The stream axes of `tv`, which are divided over the iterations, say which part each
@@ -485,8 +490,8 @@ class OperandSlicer:
 
     # -------------------------------------------------------------- results
     def result(self, tv: TensorView) -> TensorView:
-        """Returns the tensor that one iteration of the stream loop (its iterations run on different
-        streams) writes, for the result `tv`, and allocates its memory.
+        """Allocates memory for the result `tv`, and returns the tensor into which one iteration of
+        the stream loop writes. The iterations run on different streams.
 
         The tensor is a part of a buffer that is allocated before the loop, or a separate buffer of
         the iteration.
@@ -585,10 +590,11 @@ def rows_or_columns(op: TensorOp) -> list[ParallelType]:
 
 def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> set[int]:
     """Returns the positions of the broadcast axes of operand number `index` that correspond to
-    stream axes of the result of `op`. One iteration of a stream loop (its iterations run on
-    different streams) needs the operand without these axes.
+    stream axes of the result of `op`.
 
-    Stream axes of the types in `keep` are ignored.
+    A stream axis is divided over the iterations of a stream loop, which run on different streams.
+    An iteration needs the operand without the returned axes. Stream axes of the types in `keep` are
+    ignored.
     """
     axes = op.inputs[index].domain.no_reductions
     places = (
@@ -613,8 +619,9 @@ def _operand_position(op: TensorOp, index: int, axis: StreamAxis) -> int | None:
 
 
 def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
-    """Whether one slot per stream is enough memory for `tv`, a tensor that a stream loop (its
-    iterations run on different streams) computes. Otherwise all parts of `tv` are stored.
+    """Whether one slot (memory for one part) per stream is enough for `tv`, a tensor that a stream
+    loop computes. Otherwise all parts of `tv` are stored. Each iteration of the loop computes one
+    part, and the iterations run on different streams.
 
     True if each iteration needs only one element along the stream axis, no op outside of the loop
     uses the tensor, and the user has set `LowerParams.stream_slots`.
@@ -634,7 +641,8 @@ def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
 
 def _takes_whole(op: TensorOp) -> bool:
     """Whether `op` may need more of an operand than the part that one iteration of a stream loop
-    (its iterations run on different streams) uses. The whole operand must then be stored.
+    uses. The whole operand must then be stored. The iterations of the loop run on different
+    streams.
 
     True for three kinds of ops:
 

@@ -198,8 +198,10 @@ def _select(runs: Sequence[tuple[int, int, int]]) -> Scalar:
 
 
 def is_one_of(ranks: Collection[int], others: Collection[int]) -> Scalar:
-    """Returns the condition that `rank` is one of `ranks`. It is exact for the ranks in `others`,
-    which include `ranks`.
+    """Returns the condition, a scalar, that the current rank is one of `ranks`.
+
+    `others` has the ranks of `ranks` and at least one more. On a rank that is not in `others`, the
+    value of the condition does not matter. This allows a shorter condition.
     """
     inside, outside = set(ranks), set(others) - set(ranks)
     for group, holds in ((inside, sc.eq), (outside, sc.ne)):

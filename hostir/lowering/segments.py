@@ -96,11 +96,11 @@ def lower(
 
 
 def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segment]]:
-    """Returns the segments in run order, in groups. All segments that one stream loop (its
-    iterations run on different streams) computes are one group. Any other segment is a group of its
-    own. `loops` are the stream loops of the fusion.
+    """Returns the segments in run order, in groups. All segments that one stream loop computes are
+    one group; any other segment is a group of its own.
 
-    A group comes after all groups that compute its inputs.
+    `loops` are the stream loops of the fusion; the iterations of each run on different streams. A
+    group comes after all groups that compute its inputs.
     """
     groups: dict[object, list[Segment]] = {}
     for segment in segments:

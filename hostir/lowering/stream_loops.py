@@ -126,9 +126,9 @@ def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp]
 
 # ------------------------------------------------------------------ communications
 class RingEmitter:
-    """Lowers transfers in a stream loop (its iterations run on different streams) in which each
-    device sends to one device and receives from one. Also lowers the matmuls that use the
-    transferred blocks.
+    """Lowers transfers in a stream loop in which each device sends to one device and receives from
+    one. Also lowers the matmuls that use the transferred blocks. (The iterations of a stream loop
+    run on different streams.)
 
         T1 [istream{2}(i0), i1] = Reshard( T0 [iDIDx{2}(i0), i1] ), every device from its own block
         -> T2 = ShardByStream( T1, stream_index=(i3 + rank) % 2 )
@@ -507,9 +507,9 @@ class CollectiveEmitter:
 
 # ------------------------------------------------------------------ segments
 class StreamLoopBuilder:
-    """Lowers the segments of one stream loop (its iterations run on different streams), in order:
-    allocations, the loop, and the waits between streams. Segments are kernels and the ops between
-    kernels.
+    """Lowers the segments of one stream loop, in order: allocations, the loop, and the waits
+    between streams. Segments are kernels and the ops between kernels; the iterations of the loop
+    run on different streams.
 
     The table has the ops before the loop, and the ops in each iteration (step). `part` is the part
     of a tensor that one iteration computes:

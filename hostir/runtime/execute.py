@@ -385,7 +385,8 @@ class Execution:
         """Returns the tensor that this pass over the program has stored in `slot`, a position in
         its list of values.
 
-        Implements `InputSizes.like`: steps are made from the tensor's shape, strides and dtype.
+        Implements `InputSizes.like`. The caller makes a step of a run from the tensor's shape,
+        strides and dtype, and does not read its elements.
         """
         return self.slots[slot]
 
@@ -1107,8 +1108,8 @@ class Execution:
             self._receiver.run_now(lambda slots: enter(slots[captured]))
 
     def capture(self, stream: Stream) -> None:
-        """Stores the current stream under a name, which `stream` has, such as `S0`. Later ops of
-        the run can return to the stream by this name, or wait for it.
+        """Stores the current CUDA stream under the name of `stream`, such as `S0`. Later ops of the
+        run can return to the CUDA stream by this name, or wait for it.
         """
         current, i = self.machine.streams.current, self.slot(("stream", stream.name))
         self._captured[stream.name] = self.stream

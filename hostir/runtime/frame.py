@@ -67,8 +67,8 @@ class KernelRunner(Protocol):
 
         A layout consists of shape, strides and alignment. Returns None if the launch must be looked
         up in each run. In a dry run, the tensors have no memory, and `device` is the device of
-        later runs; the kernel may not be compiled yet. `sizes` has the value of every global
-        extent.
+        later runs; the kernel may not be compiled yet. `sizes` has the values of the global
+        extents, that is, of the axis sizes of whole tensors, not of one rank's part.
         """
         ...
 

@@ -201,7 +201,8 @@ class Recorder:
     def allocate(
         self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
     ) -> None:
-        """Allocates the buffer of `tv` for this run, and records how later runs allocate it.
+        """Allocates the buffer of `tv` for this run, and records how later runs allocate it. If
+        `is_cleared`, the elements are set to zero.
 
         `finish` decides later whether the buffer is in the arena (the memory of intermediates), so
         that runs need not allocate it. For this decision, the buffer's layout and the time of its

@@ -123,9 +123,9 @@ class Binding:
         """Returns the function that makes slot `out` a view of slot `source` in a run. Slots are
         positions in the list of a run's values.
 
-        In this class, the result is `view`. The view begins `nbytes` bytes after the start of the
-        source. A subclass uses `source` and `nbytes` to compute the address of the view in a CUDA
-        graph.
+        The argument `view` is such a function. This class returns it unchanged, and ignores the
+        other arguments. A subclass for CUDA graphs computes the address of the view instead:
+        `nbytes` bytes after the address of the source.
         """
         del source, out, nbytes
         return view

@@ -134,7 +134,8 @@ class Control(ABC):
     def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
         """Sends this rank's `record` to all ranks of the team; returns all records, in team order.
 
-        All records have the same size. `step` is the operation of the control channel.
+        All records have the same size. `step` identifies the operation for which the records are
+        exchanged: its kind, such as "agree", its team and its number.
         """
 
     @abstractmethod
@@ -144,8 +145,8 @@ class Control(ABC):
         """Sends this rank's `payload` to all ranks of the team; returns all payloads, in team
         order.
 
-        `sizes` are the sizes of the ranks' payloads in bytes. `step` is the operation of the
-        control channel.
+        `sizes` are the sizes of the ranks' payloads in bytes. `step` identifies the operation for
+        which the payloads are exchanged: its kind, such as "agree", its team and its number.
         """
 
     @abstractmethod
@@ -432,10 +433,11 @@ class Control(ABC):
         self, step: ControlCall, status: int, nbytes: int, digest: bytes
     ) -> list[tuple[int, int, bytes]]:
         """Sends (status, size, digest) of this rank to the team of the operation `step`; returns
-        those of all ranks, in team order. The size, `nbytes`, is that of the payload that the rank
-        sends next.
+        those of all ranks, in team order.
 
-        Raises `CommunicationError` if the ranks make different operations of the control channel.
+        `step` identifies the operation: its kind, such as "agree", its team and its number. The
+        size, `nbytes`, is that of the payload that the rank sends next. Raises `CommunicationError`
+        if the ranks make different operations of the control channel.
         """
         mine = _RECORD.pack(_KINDS.index(step.kind), status, nbytes, digest)
         rows: list[tuple[int, int, int, bytes]] = [

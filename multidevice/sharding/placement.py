@@ -88,8 +88,9 @@ def is_plain_broadcast(axis: IterDomain) -> bool:
 def cut_line(tv: TensorView, ptype: ParallelType) -> str:
     """Returns the user's source line, such as `file.py:12`, that divided a tensor along `ptype`.
 
-    `ptype` is a mesh dimension or a stream type. If the user did not divide the tensor, returns the
-    line that defines the tensor; "" if unknown. Used in error messages.
+    `ptype` is a mesh dimension, or a stream type (the mark of an axis along which a loop on the
+    host computes the tensor). If the user did not divide the tensor, returns the line that defines
+    the tensor; "" if unknown. Used in error messages.
     """
     return tv.cut_lines.get(ptype) or tv.user_line()
 
@@ -153,9 +154,11 @@ class _BlockDepth(Rules[int]):
     """Rules for the walk from a loop axis through splits to the logical axis that the loop axis
     divides into blocks. They compute how deep these blocks are nested.
 
-    Each index of `axis`, the loop axis, selects one block. The result is 0 if no split has made the
-    blocks, and more for blocks inside the blocks of other splits. The rules raise
-    `UnsupportedError`, which names `axis`, if a block would not consist of consecutive elements.
+    Each index of `axis`, the loop axis, selects one block. The depth is 0 if `axis` is the logical
+    axis itself; a block is then one index. Each split on the way adds to the depth. For example, i0
+    is split into DIDx and x, and x into stream and y: the blocks of DIDx have depth 1, and those of
+    stream, which are inside them, depth 3. The rules raise `UnsupportedError`, which names `axis`,
+    if a block would not consist of consecutive elements.
     """
 
     needs_all = False
@@ -322,8 +325,9 @@ def stream_axis_of(tv: TensorView) -> tuple[int, Cut] | None:
 def step_parts(tv: TensorView) -> tuple[ParallelType, ...]:
     """Returns the stream types of a tensor's axes; () if no stream loop computes the tensor.
 
-    A stream loop computes one block of the tensor in each step. If it runs over several axes merged
-    into one, each of these axes has a stream type of its own. Reduction axes are ignored.
+    A stream loop computes one block of the tensor in each step, and a stream type marks an axis
+    along which it runs. If it runs over several axes merged into one, each of these axes has a
+    stream type of its own. Reduction axes are ignored.
     """
     summed = {a.number for a in tv.domain.logical if a.is_reduction()}
     return tuple(cut.ptype for number, cut in stream_cuts(tv) if number not in summed)
@@ -457,8 +461,8 @@ def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
 
 
 def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
-    """Removes the mesh dimension or stream type from each axis that `drop` accepts. Such an axis is
-    then no longer divided.
+    """Removes the mesh dimension or stream type from each axis that `drop` accepts. The axis is
+    then no longer divided over devices, or over the steps of a loop on the host.
 
     Splits that have become useless are removed, too. A split is useless if both of its results are
     serial loop axes and neither is in the allocation domain, which describes the memory layout.
@@ -487,9 +491,9 @@ def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
 def unparallelize_inward(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
     """Removes the parallel types of the axes that `drop` accepts, and of the divisions inside them.
 
-    The types are mesh dimensions and stream types, each of which divides an axis into blocks. If
-    the same axis is divided again inside such a block, the inner division is removed because it
-    would otherwise make other blocks.
+    The types are mesh dimensions, which divide an axis into one block per device, and stream types,
+    which divide it into one block per step of a loop on the host. If the same axis is divided again
+    inside such a block, the inner division is removed because it would otherwise make other blocks.
     """
     places = {a.number: cut_origin(tv, a) for a in spread_axes(tv)}
     dropped = [places[a.number] for a in spread_axes(tv) if drop(a)]
@@ -507,9 +511,9 @@ def copy_like(
     """Creates a tensor with the logical axes of `source`, placed on `mesh` and divided as `cuts`
     says.
 
-    `cuts` has, for each axis, its divisions over devices and the iterations of a stream loop.
-    Reduction axes of `source` are left out. If `dtype` is None, the new tensor has the dtype of
-    `source`. No op is created.
+    `cuts` lists, for each axis, the mesh dimensions and the stream loop that divide it into blocks:
+    one block per device, or one per iteration of the loop. Reduction axes of `source` are left out.
+    If `dtype` is None, the new tensor has the dtype of `source`. No op is created.
     """
     fusion = source.fusion
     axes = tuple(fusion.clone_axis(a) for a in source.domain.no_reductions)

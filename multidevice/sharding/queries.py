@@ -49,8 +49,9 @@ from multidevice.sharding.placement import (
 def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
     """Returns the position of the axis of `tv` that is divided along `ptype`; -1 if there is none.
 
-    `ptype` is a mesh dimension or a stream type. Reduction axes are not counted. Raises
-    `UnsupportedError` if the axis with this type was not made as the outer part of a split.
+    `ptype` is a mesh dimension, or a stream type (the mark of an axis along which a loop on the
+    host computes the tensor). Reduction axes are not counted. Raises `UnsupportedError` if the axis
+    with this type was not made as the outer part of a split.
     """
     for position, cuts in enumerate(placement(tv)):
         if any(c.ptype is ptype for c in cuts):
@@ -405,7 +406,8 @@ def check_world(fusion: Fusion, size: int) -> None:
 def has_streams(fusion: Fusion) -> bool:
     """Returns whether any tensor of the fusion is computed block by block, by a loop on the host.
 
-    Such a tensor has an axis with a stream type (a stream axis).
+    Such a tensor has a stream axis: an axis with a stream type, which says that the loop runs along
+    it.
     """
     return any(a.is_stream for tv in fusion.tensors() for a in spread_axes(tv))
 

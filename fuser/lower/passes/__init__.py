@@ -6,7 +6,7 @@ Files, in reading order:
 
 - `synchronize`: barriers between writes and reads of shared memory.
 - `hoist`, `unroll`: common subexpressions and loop invariants; unrolled loops.
-- `load_order`: loads in front of their uses, direction of loops, repeated conversions where they
+- `load_order`: prefetches of the next row, direction of loops, repeated conversions where they
   are cheap.
 - `vector_loads`: aligned vector loads for rows that begin at any address; rows whose length is no
   multiple of a vector.

@@ -189,7 +189,7 @@ class _Sum:
 def _find(top: Statement, declared: Mapping[str, Declare]) -> Iterator[_Sum]:
     """Yields the sums inside the statement `top` that may have many terms.
 
-    `declared` has the accumulators that are declared in front of the statement, by name. Updates of
+    `declared` has the accumulators that are declared before the statement, by name. Updates of
     other accumulators are skipped.
     """
     for update, path in _updates(top):
@@ -471,7 +471,8 @@ def _mark(loop: For) -> list[Statement]:
     """Sets the SIMD pragma of a loop, if its iterations are independent or only reduce into one
     scalar.
 
-    Returns the loop with the statements that the pragma requires in front of it and after it.
+    Returns the statements that replace the loop: the loop itself, and those that the pragma
+    requires before and after the loop.
     """
     sums: dict[str, str] = {}
     extrema: list[Accumulate] = []
@@ -507,7 +508,7 @@ def _mark_extremum(loop: For, step: Accumulate) -> list[Statement]:
     that updates the accumulator.
 
     Returns the loop and the statements around it. For floating types, a separate flag records NaNs,
-    because the SIMD maximum ignores them. The flag is set in front of the loop if the accumulator
+    because the SIMD maximum ignores them. The flag is set before the loop if the accumulator
     is NaN already. An earlier execution of the loop may have read a NaN.
     """
     assert isinstance(step.target, Var)

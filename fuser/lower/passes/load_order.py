@@ -87,8 +87,10 @@ class _Loop:
         }
 
     def prefetch(self) -> None:
-        """Inserts the prefetches after the last load in front of the statement that combines values
-        over threads.
+        """Inserts prefetches: loads into the cache of the elements that the next iteration reads.
+
+        Only loads before the first statement that combines values over threads are prefetched. The
+        prefetches follow the last of these loads.
         """
         statements = self.loop.body.statements
         reduction = next(k for k, s in enumerate(statements) if isinstance(s, ThreadReduce))

@@ -55,7 +55,7 @@ class _SharedArrayUses:
 def insert_barriers(body: Body) -> None:
     """Inserts barriers for all threads of a CUDA block (`Sync` statements), in place.
 
-    Before: each value is written in front of the statements that read it, without any barrier.
+    Before: each value is written before the statements that read it, without any barrier.
     After: every thread passes a barrier between two statements if one statement writes a
     shared-memory array that the other uses. This includes two statements in different iterations of
     a loop. Barriers are outside of conditions, because all threads must pass them.

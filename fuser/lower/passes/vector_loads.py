@@ -1,5 +1,5 @@
-"""Vector loads: in front of an unrolled loop that loads consecutive elements, loads them by
-vectors, if the address is aligned.
+"""Vector loads: the consecutive elements that an unrolled loop loads are loaded by vectors before
+the loop, if the address is aligned.
 
 Operands of a concatenation, slices and padded tensors are read at shifted indices, often under a
 condition. No schedule can know whether their addresses are aligned. The kernel therefore tests the
@@ -46,16 +46,16 @@ TRUE, FALSE = sc.const(True), sc.const(False)
 
 
 def load_vectors(body: Body) -> None:
-    """Replaces loads of single consecutive elements in unrolled loops by vector loads in front of
-    the loops, in place.
+    """Replaces the loads of single consecutive elements in unrolled loops by vector loads, which
+    are placed before the loops. The body is changed in place.
     """
     _VectorLoads().run(body)
 
 
 @dataclass
 class _VectorLoads:
-    """Replaces the loads of unrolled loops by vector loads in front of the loops. Each loaded
-    vector gets a register array with a new name.
+    """Replaces the loads in unrolled loops by vector loads before the loops. Each loaded vector
+    gets a register array with a new name.
     """
 
     # The arrays are called w0, w1, ...; no other name has this form.

@@ -540,10 +540,14 @@ def _is_matrix(x: Tensor) -> bool:
 def grouped_scales(
     op: GroupedScalesOp, x: Tensor, input_offsets: Tensor, output_offsets: Tensor, nothing: Number
 ) -> Tensor:
-    """Returns the scales `x` of groups of rows in tiles, group by group, as a grouped product reads
-    them; `nothing` fills elements without a scale.
+    """Returns the scales `x` in the tiled layout in which a grouped matrix product reads them.
 
-    Raises `InputError` for offsets that decrease, exceed their axis or let groups overlap.
+    A group consists of consecutive rows. Group g begins at row `input_offsets[g]` of `x`, and at
+    row `output_offsets[g]` of the result, where a tile begins. Elements of the result without a
+    scale are set to `nothing`.
+
+    Raises `InputError` if offsets decrease, exceed their axis, let groups overlap or do not begin
+    at a tile.
     """
     m, k = x.shape
     tiles = (m + (TILE_ROWS - 1) * len(input_offsets)) // TILE_ROWS
@@ -556,11 +560,15 @@ def grouped_scales(
 def grouped_scales_into(
     op: GroupedScalesOp, given: Sequence[Tensor], out: Tensor, nothing: Number
 ) -> None:
-    """Writes the scales of all groups of rows into the tiles of `out`, as a grouped product reads
+    """Writes the scales into `out`, in the tiled layout in which a grouped matrix product reads
     them.
 
-    `given` is (scales, input_offsets, output_offsets). `nothing` fills elements without a scale.
-    Raises `InputError` for offsets that decrease, exceed their axis or let groups overlap.
+    `given` is (scales, input_offsets, output_offsets). A group consists of consecutive rows; group
+    g begins at row `input_offsets[g]` of the scales, and at row `output_offsets[g]` of `out`, where
+    a tile begins. Elements of `out` without a scale are set to `nothing`.
+
+    Raises `InputError` if offsets decrease, exceed their axis, let groups overlap or do not begin
+    at a tile.
     """
     x, input_offsets, output_offsets = given
     if x.is_meta:

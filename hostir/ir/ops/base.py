@@ -329,8 +329,8 @@ class Runtime(Protocol):
         ...
 
     def capture(self, stream: Stream) -> None:
-        """Gives the current stream a name, which `stream` has, such as `S0`. Later ops can refer to
-        the stream by this name.
+        """Gives the current CUDA stream the name of `stream`, such as `S0`. Later ops refer to the
+        CUDA stream by this name.
         """
         ...
 

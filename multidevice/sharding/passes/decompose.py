@@ -328,12 +328,13 @@ def _goes_after(op: TensorOp) -> bool:
 
 
 def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
-    """Lets an op compute its result divided over devices like its operand, and communicates the
-    result.
+    """Computes an op on the parts that the devices have of its operand, and communicates the result
+    instead of the operand.
 
-    The op computes a new tensor, and the old result becomes a copy of it; the copy is the
-    communication. Returns False, and changes nothing, if the op would need communication even so.
-    The caller ensures that the op has one tensor operand.
+    The op computes a new tensor, which is divided over devices like the operand. The old result
+    becomes a copy of the new tensor; the copy is the communication. Returns False, and changes
+    nothing, if the op would need communication even so. The caller ensures that the op has one
+    tensor operand.
     """
     ((index, _),) = tensor_operands(op)
     out = op.out_tensor

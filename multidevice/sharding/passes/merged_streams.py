@@ -1,15 +1,17 @@
 """Merged stream axes: a loop on the host whose steps run over several axes merged into one.
 
-Each step computes one index, or one block of indices, of each of the axes. In the examples,
-stream(A * B) is the merged axis of A and B, along which the loop runs. {n} marks a split into n
-blocks. stream and stream.y are two stream types:
+A stream type marks an axis along which a loop on the host computes a tensor; `stream` and
+`stream_y` are two of them. Each step of the loop computes one index, or one block of indices. If
+the loop runs along a merge of the axes A and B, step i computes index i / B of A and index i % B of
+B. So the passes after this one need not know of the merge: A and B are marked separately, each with
+its own type of `STREAM_TYPES`, outermost first.
 
-    y [stream(A * B), C]          ->  y [stream(A), stream.y(B), C]         A * B steps
-    y [stream{n}, A * B / n, C]   ->  y [stream(A), stream.y{m}, B/m, C]    n = A * m blocks
+In the examples, stream(A * B) is the merged axis, and {n} marks a split into n blocks:
 
-Step i has index i / B of A and index i % B of B. Therefore each merged axis gets a separate stream
-type (`STREAM_TYPES`, outermost first), and all analyses treat these axes as separate. The memory
-layout does not matter, because a slice of a slice is a slice, too.
+    T1 [stream(A * B), C]         ->  T1 [stream(A), stream_y(B), C]          A * B steps
+    T1 [stream{n}, A * B / n, C]  ->  T1 [stream(A), stream_y{m}, B / m, C]   n = A * m steps
+
+The memory layout does not matter, because a slice of a slice is a slice, too.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from multidevice.sharding.placement import axis_cuts, cut_line
 
 
 def unmerge_streams(fusion: Fusion) -> None:
-    """Replaces each merged stream axis by the axes that it merges, and gives each of these axes its
-    own stream type.
+    """Replaces each merged stream axis by the axes that it merges, and marks each of these axes
+    with its own stream type (`stream`, `stream_y` or `stream_z`).
 
     A stream axis is one along which a loop on the host computes a tensor block by block. Broadcast
     axes get no stream type, because they have one element. A merged axis may be divided into n

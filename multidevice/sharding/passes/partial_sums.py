@@ -348,8 +348,9 @@ def _has_steps(tv: TensorView) -> bool:
 def become_sum(out: TensorView, source: TensorView, types: Collection[ParallelType]) -> None:
     """Turns `out` into the sum of the partial sums `source` over their axes of the types `types`.
 
-    The types are mesh dimensions or stream types; such an axis has one part per device or step.
-    Only the axes of `out` change; the caller creates the op.
+    The types are mesh dimensions and stream types. An axis of such a type has one part per device,
+    or one part per step of a loop on the host. Only the axes of `out` change; the caller creates
+    the op.
     """
     fusion, domain = out.fusion, out.domain.without_root()
     mine = iter(domain.logical)
@@ -391,10 +392,11 @@ def add_partial_sums(fusion: Fusion) -> None:
 
 
 def types_of_parts(op: TensorOp) -> tuple[ParallelType, ...]:
-    """Returns the parallel types of the axes over which `op` adds partial sums.
+    """Returns the parallel types of the axes over which `op` adds partial sums, one for each axis
+    that `op` reduces.
 
-    They are mesh dimensions and stream types, one for each axis that `op` reduces. Returns () if
-    `op` reduces an axis that does not have one part per device or step.
+    They are mesh dimensions, if the axis has one part per device, and stream types, if it has one
+    part per step of a loop on the host. Returns () if `op` reduces an axis that has no such parts.
     """
     if not isinstance(op, ReductionOp):
         return ()
@@ -450,9 +452,9 @@ def _stages(op: ReductionOp, types: tuple[ParallelType, ...]) -> list[SumStage]:
 def _sum_order(types: Collection[ParallelType], targets: Placement) -> list[ParallelType]:
     """Returns `types` in the order in which partial sums are added, if a stream loop computes them.
 
-    The types are the mesh dimensions and stream types along which a reduction axis was divided; the
-    parts along each type are added by an op of their own. `targets` says how the axes of the final
-    result are divided.
+    The types are those along which a reduction axis was divided: mesh dimensions (one part per
+    device) and stream types (one part per step of the loop). The parts along each type are added by
+    an op of their own. `targets` says how the axes of the final result are divided.
 
     - Stream types are first, because their sums are local.
     - If two types divide an axis of the result, one inside the blocks of the other, the outer one

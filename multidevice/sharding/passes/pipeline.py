@@ -143,7 +143,8 @@ def place_updates(fusion: Fusion) -> None:
     """Gives each tensor that is written into a fusion input the placement of that input.
 
     The placement says how devices share the axes. If the tensor has another placement, a copy with
-    the right one is written instead.
+    the right one is written instead. In the example, T2 -> T0 means that T2 is written into input
+    T0, and DIDx marks an axis that devices share:
 
         T2 [i0, i1] -> T0 [DIDx(i0), i1]      =>  T3 [DIDx(i0), i1] = set(T2); T3 -> T0
     """

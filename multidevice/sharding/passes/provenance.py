@@ -106,8 +106,9 @@ def record_parts(op: TensorOp, source: TensorView, total: ReductionOp, how: How)
 def record_reshardings(fusion: Fusion) -> None:
     """Records the reason for every `Reshard` op (a change of the division over devices).
 
-    Called right after decomposition, which inserts these ops. Tensors that existed in propagation
-    have records already. All other tensors were made by decomposition.
+    Called right after decomposition, which inserts these ops. Every tensor that was on a mesh
+    before decomposition already has a record (`Origin`): the reason for its placement. A tensor
+    without a record is therefore one that decomposition made.
     """
     known = {o.tensor for o in fusion.origins}
     sums: _Sums = {}

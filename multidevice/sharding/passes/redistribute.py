@@ -153,8 +153,9 @@ def _exchange(op: TensorOp, parts: Mapping[int, int]) -> list[TensorOp]:
     """Returns the ops that replace the copy `op`: a reshape that splits axes, the copy, and a
     reshape that merges them again.
 
-    `parts` maps the position of each axis to split to the number of parts. The outer axis of such a
-    split gets the divisions over devices.
+    After the split, each part that a device sends is one index of a new axis. `parts` maps the
+    position of each axis to split to the number of parts. The outer axis of such a split, which
+    counts the parts, gets the divisions over devices.
     """
     inp, out = op.inputs[0], op.out_tensor
     fusion = out.fusion
