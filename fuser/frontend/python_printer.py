@@ -948,7 +948,7 @@ class _TensorText:
         """Appends to the generated program a statement that stores an axis in a variable. `number`
         is the axis number (id).
 
-        It is called in front of a statement that splits or merges the axis. After that statement,
+        It is called before the statement that splits or merges the axis. After that statement,
         the axis is no loop axis any more, so later statements can name it only by the variable.
         """
         if number in self._handles or any(number in view for _, view in self._views()):

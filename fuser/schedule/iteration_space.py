@@ -325,8 +325,8 @@ class VectorWidths:
         return gcd(self.within(facts), inner_extent) if inner_extent else 1
 
     def wider(self, facts: Facts, columns: int, width: int) -> int:
-        """Returns the number of elements of a vector if rows are read from an aligned address in
-        front of each row.
+        """Returns the number of elements of a vector if the read of each row begins at an aligned
+        address, at or before the row's first element.
 
         Vectors need not divide such shifted rows (`ir.domain.Shift`), so vectors can be wider.
         Returns 0 if vectors would not be wider than `width`, or if a row has few elements

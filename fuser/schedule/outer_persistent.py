@@ -390,7 +390,7 @@ def _groups(view: RowView) -> tuple[list[int], list[int], list[int]]:
 
     Rows are the axes that the first reduction reduces, and columns its other axes. The inner
     columns are the innermost group of columns that is contiguous in every tensor. All other columns
-    are outer columns. Broadcast axes are in front of the first group of columns, so that the
+    are outer columns. Broadcast axes come first, before the other outer columns, so that the
     innermost axis, along which vectors run, is no broadcast.
     """
     rank = len(view.reference.domain.logical)

@@ -80,7 +80,8 @@ def find_mismatches(
     """Returns the mismatches between the communications of a program's ranks, such as a send
     without a receive. There is at most one finding of each kind about the same ops.
 
-    `values` maps the symbols of the inputs (global extents) and `numberOfStreams` to numbers.
+    `values` maps symbols to numbers: `numberOfStreams`, and the extents of the inputs as whole
+    tensors, not as the parts of one rank.
     `ranks` defaults to the ranks of the program's meshes.
     """
     if not has_communications(program):

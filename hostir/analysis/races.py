@@ -223,8 +223,8 @@ def find_races(
     orders. Also returns related faults, such as a use after `Deallocate`. Each pair of ops is
     reported once.
 
-    - `values` maps every symbol to a number: the symbols of the inputs (global extents), `rank` and
-      `numberOfStreams`.
+    - `values` maps every symbol to a number: `rank`, `numberOfStreams`, and the extents of the
+      inputs as whole tensors, not as the parts of one rank.
     - `given` are the results for which the caller passes buffers.
     """
     if not has_streams(program):

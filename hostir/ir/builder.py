@@ -97,10 +97,10 @@ class ProgramBuilder:
         """Returns a new contiguous tensor of the program, without a buffer. `Allocate` gives the
         tensor a buffer.
 
-        `shape` has global extents: -1 is a new symbolic extent, and 1 is a broadcast axis. A tensor
-        on a `mesh` of devices is sharded by later calls of its methods `outer_split` and
-        `parallelize`. `memory` is the kind of memory, such as global or symmetric. Raises
-        `DefinitionError` if an extent is below -1 or is not an integer.
+        `shape` has the extents of the whole tensor, not of one rank's part: -1 is a new symbolic
+        extent, and 1 is a broadcast axis. A tensor on a `mesh` of devices is sharded by later calls
+        of its methods `outer_split` and `parallelize`. `memory` is the kind of memory, such as
+        global or symmetric. Raises `DefinitionError` if an extent is below -1 or is not an integer.
         """
         tv = self._values.new_tensor(
             [self._axis(i, n) for i, n in enumerate(shape)],

@@ -275,8 +275,8 @@ class RingEmitter:
 
     # -------------------------------------------------------------- matmuls beside a ring
     def product(self, op: TensorOp, step: TensorOp) -> None:
-        """Adds a library op, such as a matmul, to the body of a stream loop (its iterations run on
-        different streams). `step` is `op` with the operands and results of one iteration.
+        """Adds a library op, such as a matmul, to the body of a stream loop, whose iterations run
+        on different streams. `step` is `op` with the operands and results of one iteration.
 
         An operand or the result of `op` may be a block that devices transfer to each other. This
         rank's own block is then read, or written, directly where this rank stores it, without a
@@ -295,8 +295,8 @@ class RingEmitter:
 
     def _is_for_products(self, tv: TensorView) -> bool:
         """Whether matmuls can read this rank's own block directly from the memory where this rank
-        stores it. `tv` is the tensor whose blocks a stream loop (its iterations run on different
-        streams) copies from other ranks, one per iteration.
+        stores it. `tv` is a tensor of which a stream loop copies one block per iteration from
+        another rank. (The iterations run on different streams.)
 
         If True, this rank's own block is not copied into `tv`. False if an op other than a matmul
         reads `tv`. Also False without peer copies: NCCL transfers data by kernels, which would wait

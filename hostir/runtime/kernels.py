@@ -64,8 +64,8 @@ class StepKernels:
         """Returns the executor for the current loop iteration. There is one executor for full parts
         of a tensor, one for the shorter last part, and one for empty parts.
 
-        `inputs` and `outputs` are the tensors of the iteration, and `sizes` has every global
-        extent. Returns None if all results are empty, so that nothing is launched.
+        `inputs` and `outputs` are the tensors of the iteration. `sizes` has the extents of whole
+        tensors. Returns None if all results are empty, so that nothing is launched.
         """
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         if not any(out.numel() for out in outputs):

@@ -348,11 +348,11 @@ def fitting_placement(
     """Returns how a copy of `source` on `mesh` can be divided, following `transfers` as far as
     possible.
 
-    - `transfers`: the wanted cuts of each axis, that is, its divisions over devices or the
-      iterations of a stream loop.
-    - `parts`: the stream types of the op that reads the copy, one for each axis over which the op's
-      loop runs. A copy with only some of these types would be computed in another loop. So if the
-      copy cannot have all of them, it has none.
+    - `transfers`: the wanted cuts of each axis, that is, its divisions into blocks: one block per
+      device, or one per iteration of a stream loop.
+    - `parts`: the stream types of the op that reads the copy: one type for each axis along which
+      the op's loop runs. A copy with only some of these types would be computed in another loop.
+      So if the copy cannot have all of them, it has none.
 
     Divisions into steps are also left out if a step cannot copy its block from `source`.
     """

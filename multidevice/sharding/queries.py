@@ -271,7 +271,7 @@ def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> int:
-    """Returns the extent that one device stores of an axis with the global extent `extent`.
+    """Returns the extent that one device stores of an axis. `extent` is that of the whole axis.
 
     `cuts` lists the divisions of the axis over devices and over the steps of a stream loop,
     outermost first. Raises `ShardingError` if the number of devices does not divide the extent. The
@@ -413,7 +413,8 @@ def has_streams(fusion: Fusion) -> bool:
 
 
 def check_annotations(fusion: Fusion) -> None:
-    """Checks the parallel types that the user set on axes: mesh dimensions and stream types.
+    """Checks the parallel types that the user set on axes: mesh dimensions, and stream types (marks
+    of axes along which a loop on the host computes a tensor).
 
     Raises:
         ShardingError: a tensor has an axis on a mesh dimension, but no mesh, no such dimension, or
@@ -539,8 +540,8 @@ def _check_stream(tv: TensorView) -> None:
 def check_divisible(fusion: Fusion, sizes: Mapping[Symbol, int]) -> None:
     """Raises `ShardingError` if the devices that share an axis do not divide its extent evenly.
 
-    `sizes` maps the symbols of global extents to their values. The message names tensor, extent and
-    mesh. Tensors that the user annotated are checked first.
+    `sizes` maps the symbols of the extents of whole tensors to their values. The message names
+    tensor, extent and mesh. Tensors that the user annotated are checked first.
     """
     check_cuts(cut_axes(fusion), sizes)
 
@@ -564,7 +565,8 @@ def cut_axes(fusion: Fusion) -> tuple[CutAxis, ...]:
 def check_cuts(axes: Iterable[CutAxis], sizes: Mapping[Symbol, int]) -> None:
     """Raises `ShardingError` if devices do not divide one of the extents in `axes` evenly.
 
-    `axes` is the result of `cut_axes`. `sizes` maps the symbols of global extents to their values.
+    `axes` is the result of `cut_axes`. `sizes` maps the symbols of the extents of whole tensors to
+    their values.
     """
     for tv, axis, extent, cuts in axes:
         _local_size(tv, axis, int(sc.evaluate(extent, sizes)), cuts)

@@ -66,7 +66,8 @@ from multidevice.sharding.reshard import (
 class StreamAxis:
     """One axis along which a loop on the host computes a tensor block by block.
 
-    An iteration of the loop is called a step; it computes one block.
+    An iteration of the loop is called a step; it computes one block. A stream type is the mark by
+    which the axis is recognized.
 
     - `position`: the position of the logical axis (an axis that the user sees); reduction axes are
       not counted.

@@ -72,8 +72,8 @@ class _VectorLoads:
         body.statements = made
 
     def _before(self, loop: For) -> list[Statement]:
-        """Returns the statements that load the vectors of an unrolled loop, to be placed in front
-        of the loop.
+        """Returns the statements that load the vectors of an unrolled loop, to be placed before
+        the loop.
 
         The loop is changed so that it reads the loaded register arrays.
         """

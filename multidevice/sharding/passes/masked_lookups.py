@@ -251,10 +251,11 @@ def _rank(op: LookupOp, cuts: Cuts) -> int:
 
 
 def _place(op: LookupOp, cuts: Cuts, position: int) -> int:
-    """Returns the position that an axis of the result has among the axes of the contribution.
+    """Returns the position that an axis of the result has among the axes of the contribution (the
+    part of the result that one device computes).
 
-    `position` is its position in the result. The contribution has one more axis for each division
-    in `cuts`. These axes are in front of the axis `op.axis`.
+    `position` is the position of the axis in the result. The contribution has one more axis for
+    each division in `cuts`. These axes come before the axis `op.axis`.
     """
     return position + (len(cuts) if position >= op.axis else 0)
 
