@@ -129,10 +129,11 @@ def _last_of_chain(
     """Returns the value that registers hold in place of the result of `op`.
 
     The purpose is to hold few bytes. If the result has only one reader, the reader's result may be
-    held instead, and so on. The last result with the fewest bytes is chosen. In this example, `h`
-    is held, and none of u, x and r:
+    held instead, and so on. Of these results, the one with the fewest bytes is chosen, and of
+    equal ones the last. In this example, the results are u, b, w and h. A bool takes 4 bytes in a
+    register, as a float does, so `h` is held:
 
-        u = rand(); h = where(u < p, x, 0) + r
+        u = rand(); b = u < p; w = where(b, x, 0); h = w + r
     """
     fusion = op.out_tensor.fusion
     tv = best = op.out_tensor

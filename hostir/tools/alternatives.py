@@ -109,7 +109,10 @@ def _scattered(
 
 
 def _step_name(before: SumStage, after: SumStage) -> str:
-    """Returns the name of the communication or local slice between two stages."""
+    """Returns the name of the communication or local slice that turns the stage `before` into the
+    stage `after`. A stage of a sum says how its axes are divided over devices, and along which mesh
+    dimensions devices still have partial sums.
+    """
     counts = [sum(map(len, stage.placement)) for stage in (before, after)]
     if len(after.parts) < len(before.parts):
         return (ALLREDUCE if counts[0] == counts[1] else REDUCE_SCATTER).name

@@ -101,12 +101,12 @@ def plan_steps(
 
 
 def plan_sums(source: SumStage, target: Placement, copied: Collection[int] = ()) -> list[SumStage]:
-    """Returns the stages through which a sum passes from the parts `source` to the placement
-    `target`, excluding both.
+    """Returns the stages through which a sum passes from the partial sums of `source` to the
+    complete sum with the placement `target`, excluding both.
 
-    From one stage to the next, the parts along one mesh dimension are added, or the placement
-    changes as in `plan_steps`. The sequence is the cheapest one by `PlanCost`. `copied` is as in
-    `plan_steps`. The caller ensures that no axis has iterations of a stream loop.
+    From one stage to the next, the partial sums along one mesh dimension are added, or the
+    placement changes as in `plan_steps`. The sequence is the cheapest one by `PlanCost`. `copied`
+    has the positions of broadcast axes, whose only element every device stores. The caller ensures that no axis has iterations of a stream loop.
     """
     return list(_cheapest(source, target, frozenset(copied))[1])
 

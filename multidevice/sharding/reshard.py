@@ -336,9 +336,10 @@ def as_reshard(op: TensorOp) -> Reshard | None:
     is_reduction = isinstance(op, ReductionOp)
     if not (is_copy(op) or is_reduction) or producer.mesh is None or consumer.mesh is None:
         raise ShardingError(
-            f"{op.name} of {tensor_words(producer)} is neither a copy nor a sum over devices, so "
-            "no single collective computes "
-            f"it{user_code(op.where)}{in_ir(f'{producer} -> {consumer}')}"
+            f"{op.name} of {tensor_words(producer)} has a result that is placed differently on "
+            "devices, and only a copy or a sum can be one communication: give the result the "
+            "placement of the operand, and change it by a set"
+            f"{user_code(op.where)}{in_ir(f'{producer} -> {consumer}')}"
         )
     if changes_mesh(op):
         if step_parts(producer) or step_parts(consumer):

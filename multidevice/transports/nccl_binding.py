@@ -140,7 +140,10 @@ class _CupyComm:
         self.abort = comm.abort
 
     def alltoall(self, inp: int, out: int, count: int, dtype: int, stream: int) -> None:
-        raise CommunicationError("cupy's binding of NCCL does not have all-to-all")
+        raise CommunicationError(
+            "internal error: cupy's binding of NCCL has no all-to-all, and was called for one in "
+            "place of sends and receives. Please report the program"
+        )
 
 
 class CupyBinding:

@@ -160,10 +160,11 @@ def _summed(op: Reshard, sums: _Sums) -> Iterator[Origin]:
 def _known_sum(
     op: Reshard, sums: Mapping[tuple[int, ParallelType | None], Origin]
 ) -> Origin | None:
-    """Returns the record about the sum to which the communication `op` adds, if there is one.
+    """Returns the record of the sum of which the communication `op` computes a part, or None.
 
-    Several communications in sequence may compute a sum; the record is about the last one. `sums`
-    has the records about summed axes by tensor and mesh dimension.
+    A record names the user's op and line. Several communications in sequence may compute one sum;
+    the first of the following results that has a record decides. `sums` has the records of summed
+    axes, by tensor and mesh dimension.
     """
     at: TensorOp | None = None if op.reduction is None else op
     while isinstance(at, Reshard):
