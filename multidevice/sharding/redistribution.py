@@ -106,7 +106,8 @@ def plan_sums(source: SumStage, target: Placement, copied: Collection[int] = ())
 
     From one stage to the next, the partial sums along one mesh dimension are added, or the
     placement changes as in `plan_steps`. The sequence is the cheapest one by `PlanCost`. `copied`
-    has the positions of broadcast axes, whose only element every device stores. The caller ensures that no axis has iterations of a stream loop.
+    has the positions of broadcast axes, whose only element every device stores. The caller ensures
+    that no axis has iterations of a stream loop.
     """
     return list(_cheapest(source, target, frozenset(copied))[1])
 

@@ -163,8 +163,8 @@ class ProductOp(LibraryOp):
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
         """Returns the axes of `out` that must not be split over devices, as positions.
 
-        If the op sums over k, then k is the last axis of `out`, as a reduction axis. It is returned,
-        because each element of the result needs all elements along it.
+        If the op sums over k, then k is the last axis of `out`, as a reduction axis. It is
+        returned, because each element of the result needs all elements along it.
         """
         return tuple(k for k, c in enumerate(self._root_letters()) if self.is_whole(c))
 
