@@ -413,7 +413,7 @@ class FusionExecutorCache(Watching, Inspection):
         text, ops = self._compared_fusion
         found = run_signature_of(
             (text, "// the run depends on the extents on other ranks"),
-            self._names,
+            self._names[: len(flat)],
             flat,
             {},
             declared=self._defined.inputs,

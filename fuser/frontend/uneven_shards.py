@@ -21,12 +21,13 @@ from math import prod
 import torch
 
 from fuser.ir.binding import Argument, Values, complete
+from fuser.ir.dtypes import to_torch
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.scalar.constructors import Symbol, const, evaluate, symbols
 from fuser.ir.types import DEVICE_TYPES
 from fuser.passes.concretize import replace_scalars
-from fuser.support.errors import InputError, user_code
+from fuser.support.errors import InputError, ShardingError, UnsupportedError, user_code
 from fuser.support.inputs import flatten
 from hostir.ir.shard_layout import allocated_strides, spanned, write
 from multidevice.job.agreement import Extents
@@ -119,7 +120,16 @@ class SymbolicShards:
 
     @staticmethod
     def of(fusion: Fusion) -> SymbolicShards | None:
-        """Returns the symbolic extents that devices divide; None if there are none."""
+        """Returns the symbolic extents that devices divide; None if there are none, or if lowering
+        will refuse the divisions.
+        """
+        try:
+            return SymbolicShards._of_divisions(fusion)
+        except (ShardingError, UnsupportedError):
+            return None
+
+    @staticmethod
+    def _of_divisions(fusion: Fusion) -> SymbolicShards | None:
         cut: dict[int, dict[int, Cut]] = {}
         for i, tv in enumerate(fusion.inputs):
             if not isinstance(tv, TensorView) or any(a.is_stream for a in spread_axes(tv)):
@@ -177,11 +187,11 @@ class SymbolicShards:
         return found
 
     def fits(self, inputs: Sequence[object]) -> bool:
-        """Returns whether `inputs` have the kinds and numbers of axes of the definition."""
+        """Returns whether `inputs` have the kinds, dtypes and numbers of axes of the definition."""
         declared = self._fusion.inputs
         return len(inputs) == len(declared) and all(
-            (x.dim() if isinstance(x, torch.Tensor) else None)
-            == (tv.ndim if isinstance(tv, TensorView) else None)
+            ((x.dim(), x.dtype) if isinstance(x, torch.Tensor) else None)
+            == ((tv.ndim, to_torch(tv.dtype())) if isinstance(tv, TensorView) else None)
             for x, tv in zip(inputs, declared, strict=True)
         )
 

@@ -21,7 +21,7 @@ from fuser.ir.fusion import Fusion, TensorOp, TensorView
 from fuser.ir.naming import axis_words, in_ir, misfit_of_mesh, tensor_words
 from fuser.ir.op import Op
 from fuser.ir.ops.attention_ops import AttentionOp, SdpaBwdOp
-from fuser.ir.ops.nodes import Reshard
+from fuser.ir.ops.nodes import LoadStoreOp, Reshard
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.ir.scalar.scalar_nodes import postorder
@@ -287,8 +287,7 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
         if cut.whole:
             check_device_axis(tv, axis, rest)
         if rest % (cut.devices * streams) != 0:
-            if found := _heads_of_keys(tv, axis):
-                raise _heads_are_not_shared(*found, tv, extent, cut)
+            check_heads_of_keys(tv, axis, extent, cut)
             beside = "" if streams == 1 else f" in each of {streams} steps"
             multiple = extent // rest * cut.devices * streams if rest else cut.devices
             raise ShardingError(
@@ -299,6 +298,14 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
             )
         rest //= cut.devices
     return rest
+
+
+def check_heads_of_keys(tv: TensorView, axis: IterDomain, extent: int, cut: Cut) -> None:
+    """Raises `ShardingError` if the axis `axis` of `tv` has the heads of the keys or values of an
+    attention op. The division `cut` does not divide its extent `extent` evenly.
+    """
+    if found := _heads_of_keys(tv, axis):
+        raise _heads_are_not_shared(*found, tv, extent, cut)
 
 
 def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] | None:
@@ -341,8 +348,7 @@ def _heads_are_not_shared(
       division `cut` says.
     """
     queries = next(tensor for field, tensor in op.tensors() if field == "query")
-    made_by = tv.definition()
-    given = made_by.inp if isinstance(made_by, Reshard) else tv
+    given, asked = tensor_words(_before_copies(tv)), tensor_words(_before_copies(queries))
     count = sc.int_value(queries.domain.no_reductions[op.letters("query").index("h")].size)
     shared = gcd(heads, cut.devices)
     fewer = (
@@ -352,14 +358,21 @@ def _heads_are_not_shared(
     )
     times = cut.devices // shared
     return ShardingError(
-        f"{op.name}: {heads} heads of its {name}, {tensor_words(given)}, cannot be shared by the "
+        f"{op.name}: {heads} heads of its {name}, {given}, cannot be shared by the "
         f"{cut.devices} devices of {tv.mesh} along {cut.ptype.name} that share the "
-        f"{'' if count is None else f'{count} '}heads of its query, {tensor_words(queries)}: a "
+        f"{'' if count is None else f'{count} '}heads of its query, {asked}: a "
         f"device reads whole heads of its own. Either {fewer}; or repeat each head of keys and "
         f"values {times} times before the op, to have {heads * times} (by fd.ops.broadcast with a "
         f"new axis after the heads, then expand and reshape){user_code(op.where)}"
         f"{in_ir(tv)}"
     )
+
+
+def _before_copies(tv: TensorView) -> TensorView:
+    """Returns the tensor of which `tv` is a copy with another division over devices, or `tv`."""
+    while isinstance(made_by := tv.definition(), (Reshard, LoadStoreOp)):
+        tv = made_by.inp
+    return tv
 
 
 def _check_rank(tv: TensorView, sizes: Sequence[int]) -> None:

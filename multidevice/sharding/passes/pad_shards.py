@@ -60,7 +60,12 @@ from multidevice.sharding.placement import (
     cut_line,
     placement,
 )
-from multidevice.sharding.queries import UnevenAxis, has_streams, uneven_axes
+from multidevice.sharding.queries import (
+    UnevenAxis,
+    check_heads_of_keys,
+    has_streams,
+    uneven_axes,
+)
 from multidevice.sharding.reshard import replace_operand
 
 # Ops that compute an element of the result from the elements at the same position along each axis
@@ -134,8 +139,10 @@ def _check(fusion: Fusion, padded: Mapping[TensorView, Mapping[int, UnevenAxis]]
     updates = {tv: alias for alias in fusion.aliases for tv in (alias.out, alias.into)}
     for tv, axes in padded.items():
         for number, axis in axes.items():
+            logical, cut = tv.domain.axes[number], Cut(axis.ptype, axis.devices)
+            check_heads_of_keys(tv, logical, axis.extent, cut)
             what = (
-                f"{axis_words(tv, tv.domain.axes[number])} has {axis.extent} elements, which the "
+                f"{axis_words(tv, logical)} has {axis.extent} elements, which the "
                 f"{axis.devices} devices of {tv.mesh} cannot share equally"
             )
             line = f"{user_code(cut_line(tv, axis.ptype))}{in_ir(tv)}"

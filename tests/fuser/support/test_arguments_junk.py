@@ -330,7 +330,7 @@ def test_every_public_call_has_a_row() -> None:
     assert set(OPS) == set(dir(fuser.ops))
     # `execute` and similar calls have their own tests, because they also check values.
     running = {"execute", "manual_execute", "overlap_report", "repro_script_for", "trace"}
-    running |= {"validate", "manual_validate", "execute_with_dtensors"}
+    running |= {"validate", "manual_validate", "execute_with_dtensors", "lower_for_job"}
     assert methods_of(FusionDefinition) - running <= set(DEFINITION)
     assert methods_of(TensorView) <= set(TENSOR)
     assert methods_of(public_mesh.LocalDeviceMesh) | methods_of(DeviceMesh) <= set(MESH)
