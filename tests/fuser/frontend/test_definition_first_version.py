@@ -21,7 +21,6 @@ from fuser.support import options as option_names
 from fuser.support.errors import (
     FuserError,
     InputError,
-    ShardingError,
 )
 from tests.support.counted_calls import calls_of
 from tests.support.limits import HANG_S
@@ -122,8 +121,10 @@ def check_ranks_of_other_extents() -> None:
     for _ in range(2):
         with pytest.raises(InputError, match=r"extent 8 on ranks .0. and 9 on ranks .1. on axis 0"):
             product.execute([torch.ones(8 + rank, 16), torch.ones(16, 16)])
-        with pytest.raises(InputError, match=r"extent 4 on ranks .0. and 3 on ranks .1. on axis 0"):
-            gather.execute([torch.ones(4 - rank, 2)])
+        # Rows of 4 and 3 are the blocks of 7 rows; rows of 3 and 4 are the blocks of no number.
+        assert gather.execute([torch.ones(4 - rank, 2)])[0].shape == (7, 2)
+        with pytest.raises(InputError, match="along axis 0: 3 on rank 0, 4 on rank 1"):
+            gather.execute([torch.ones(3 + rank, 2)])
         assert gather.execute([torch.ones(3, 2)])[0].shape == (6, 2)
 
 
@@ -430,10 +431,9 @@ def test_errors_of_shardings_name_the_users_line() -> None:
         fd.add_output(fd.ops.set(x))
 
     def body(rank: int) -> None:
-        y = multidevice.shard_tensor(torch.ones(5, 4), x)
-        fd.execute([y])
+        fd.execute([torch.ones(2 + rank, 4)])  # blocks of 5 rows are 3 and 2 rows
 
-    with pytest.raises(ShardingError, match=r"test_definition_first_version\.py:\d+"):
+    with pytest.raises(InputError, match=r"test_definition_first_version\.py:\d+"):
         on_ranks(body)
 
 
