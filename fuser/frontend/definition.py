@@ -599,11 +599,11 @@ class FusionDefinition:
         return self.fec.compiled_runner() if hasattr(self, "fec") else []
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
-        """Returns a report on which matmuls and communications run at the same time (overlap) for
-        inputs like these.
+        """Returns a report on which matmuls and communications run at the same time (overlap).
 
-        The report has the predicted times that led to the choice, for the program that ran last
-        (see `docs/explanation/cost-model.md`). `FUSER_DISABLE=auto_overlap`, or this option of a
+        The report is about the program that ran last. `inputs` are inputs of that program; their
+        sizes decide. The report has the predicted times by which overlap was chosen or not (see
+        `docs/explanation/cost-model.md`). `FUSER_DISABLE=auto_overlap`, or this option of a
         call, turns overlap off.
 
         Raises:

@@ -185,8 +185,9 @@ def on_mesh(fusion: Fusion, mesh: DeviceMesh) -> Fusion:
         )
     if has_streams(fusion):
         raise UnsupportedError(
-            "the definition divides axes over streams, for which the number of devices counts: "
-            f"write the definition on {mesh}"
+            f"program_for cannot replace the mesh by {mesh}, because the definition divides axes "
+            "over streams, whose number of steps may depend on the number of devices: define the "
+            f"tensors on {mesh}, and leave out `mesh`"
         )
     copy, _ = fusion.copy()
     for tv in copy.tensors():

@@ -190,9 +190,11 @@ class RingEmitter:
         iteration to the device that needs it, and receives a block that this rank needs. `op` is
         the reshard (change of sharding) that is lowered.
 
-        In one iteration, this rank needs its own result, so nothing is sent. With `offset_by_rank`,
-        that is the first iteration, and otherwise the last. Raises `UnsupportedError` if all
-        devices would begin with the same block, because then all would send to the same device.
+        In one iteration, this rank needs its own result, so nothing is sent. That is the first
+        iteration if each device begins with its own block (the option `offset_by_rank`), and the
+        last one if each begins with the block of the next device (a swizzled stream axis). Raises
+        `UnsupportedError` if all devices begin with the same block, because then all would send to
+        the same device.
         """
         loop = self._loop
         if not loop.begins_at_rank and stepping_axis(op.inp).swizzle is None:

@@ -298,10 +298,13 @@ def _moves(
     target: Placement,
     copied: frozenset[int],
 ) -> Iterator[tuple[PlanCost, Placement]]:
-    """Yields each placement that a gather, a slice or a move makes of `at`, with its cost.
+    """Yields each placement that one step can make of the placement `at`, with its cost.
 
-    `summed` has the mesh dimensions along which devices have parts of a sum, so that they divide no
-    axis.
+    A step is a gather (a mesh dimension no longer divides an axis), a slice (it begins to divide
+    an axis), or an all-to-all (it divides another axis than before). An axis is divided only as in
+    `source` or `target`, the ends of the plan. `copied` has the positions of broadcast axes, which
+    cost nothing. `summed` has the mesh dimensions along which devices still have parts of a sum;
+    they cannot divide an axis until these parts are added.
     """
     share, used = _share(at, copied), {*summed, *(c.ptype for cuts in at for c in cuts)}
     for ptype in (p for p in DEVICE_TYPES if p not in used):
