@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def exchanges(run: Callable[[], None]) -> int:
     control = multidevice.Communicator.instance().channel((0, 1))._control  # pyright: ignore
     exchange, count = control.exchange, [0]
 
-    def counting(*args: object, **named: object) -> object:
+    def counting(*args: Any, **named: Any) -> Any:
         count[0] += 1
         return exchange(*args, **named)
 
