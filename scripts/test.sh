@@ -3,7 +3,7 @@
 # their text; on 2 ranks and on 4 ranks) and, for 60 s each, random programs on one device and on
 # simulated ranks.
 #
-#   bash scripts/test.sh                everything, in about 25 minutes on 2 cores
+#   bash scripts/test.sh                everything, in about 30 minutes on 2 cores
 #   bash scripts/test.sh -k sharding    arguments go to every pytest and leave out the random programs
 #   bash scripts/test.sh --fast         one step, in under 3 minutes: the tests that are not slow;
 #                                       further arguments go to pytest
